@@ -1,0 +1,1 @@
+"""The demo model: its drawn world, its questions, its training and its exam."""

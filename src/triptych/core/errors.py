@@ -1,0 +1,192 @@
+"""Every error a client or an operator can meet.
+
+    TriptychError
+    ├── InvalidRequest            the request is wrong; the same request will fail again
+    │   ├── PromptTooLong         does not fit the context window or the KV pool
+    │   ├── PlaceholderMismatch   media items and placeholder markers differ in number
+    │   └── MediaError            one item cannot be used: names the item and the reason
+    │       └── MediaUnavailable  the item could not be had just now; a retry may help
+    ├── UnsupportedFeature        the contract has it, this engine does not offer it
+    ├── RoleMismatch              the request belongs to an engine of another role
+    ├── ModelNotFound             another model is served here
+    ├── RequestNotFound           no such request
+    ├── DuplicateRequest          the id is in use by a live request
+    ├── Overloaded                a queue or a limit is full; retry later or elsewhere
+    ├── Draining                  the engine is shutting down; retry elsewhere
+    ├── Cancelled                 the caller, or an abort, ended the request
+    ├── Internal                  a bug or a broken machine
+    │   └── IntegrityError        bookkeeping contradicts itself: always a bug
+    └── StartupError              the process cannot start; printed as one line, never sent
+        ├── CheckpointError       the model directory is not usable: names the file or tensor
+        └── UnknownArchitecture   no row in the registry: lists what is supported
+
+Before a request is accepted an error becomes a gRPC status, after it an ``EngineError`` event.
+Each class therefore carries both words; ``wire/status.py`` is the only place that translates.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+
+class Status(enum.IntEnum):
+    """The gRPC status codes in use, by their wire numbers."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class Code(enum.IntEnum):
+    """``openengine.v1.ErrorCode`` by its wire numbers."""
+
+    UNSPECIFIED = 0
+    INVALID_ARGUMENT = 1
+    UNSUPPORTED_FEATURE = 2
+    ROLE_MISMATCH = 3
+    MODEL_NOT_FOUND = 4
+    OVERLOADED = 5
+    REQUEST_NOT_FOUND = 6
+    DUPLICATE_REQUEST = 7
+    KV_SESSION_NOT_FOUND = 8
+    KV_TRANSFER_FAILED = 9
+    CANCELLED = 10
+    INTERNAL = 11
+
+
+class TriptychError(Exception):
+    """Root of the tree. The message is one line meant for people."""
+
+    status: ClassVar[Status] = Status.INTERNAL
+    code: ClassVar[Code] = Code.INTERNAL
+    retryable: ClassVar[bool] = False
+
+
+class InvalidRequest(TriptychError):
+    """Expected. The request contradicts the contract or a limit; the message names the field."""
+
+    status = Status.INVALID_ARGUMENT
+    code = Code.INVALID_ARGUMENT
+
+
+class PromptTooLong(InvalidRequest):
+    """Expected. The expanded prompt does not fit the context window or the KV pool."""
+
+
+class PlaceholderMismatch(InvalidRequest):
+    """Expected. The numbers of media items and of placeholder markers differ."""
+
+    def __init__(self, modality: str, items: int, placeholders: int) -> None:
+        """Name both counts."""
+        super().__init__(
+            f"{items} {modality} item(s) were sent but the prompt has {placeholders} {modality} placeholder(s); "
+            "the i-th item belongs to the i-th placeholder"
+        )
+
+
+class MediaError(InvalidRequest):
+    """Expected. One media item cannot be used."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        """``index`` counts the request's media items from 0; ``reason`` says what would help."""
+        super().__init__(f"media item {index}: {reason}")
+        self.index = index
+        self.reason = reason
+
+
+class MediaUnavailable(MediaError):
+    """Expected. The item could not be had just now: a timeout, a refused connection, a 5xx answer."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+
+
+class UnsupportedFeature(TriptychError):
+    """Expected. A part of the contract that this engine does not advertise."""
+
+    status = Status.UNIMPLEMENTED
+    code = Code.UNSUPPORTED_FEATURE
+
+
+class RoleMismatch(TriptychError):
+    """Expected. The request needs an engine of another role."""
+
+    status = Status.INVALID_ARGUMENT
+    code = Code.ROLE_MISMATCH
+
+
+class ModelNotFound(TriptychError):
+    """Expected. The request names a model that is not served here."""
+
+    status = Status.NOT_FOUND
+    code = Code.MODEL_NOT_FOUND
+
+
+class RequestNotFound(TriptychError):
+    """Expected. The id names no request that this engine remembers."""
+
+    status = Status.NOT_FOUND
+    code = Code.REQUEST_NOT_FOUND
+
+
+class DuplicateRequest(TriptychError):
+    """Expected. A live request has this id."""
+
+    status = Status.ALREADY_EXISTS
+    code = Code.DUPLICATE_REQUEST
+
+
+class Overloaded(TriptychError):
+    """Expected. A bounded queue is full, or a consumer did not read."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    code = Code.OVERLOADED
+    retryable = True
+
+
+class Draining(TriptychError):
+    """Expected. Admission has stopped because the engine is shutting down or has failed."""
+
+    status = Status.UNAVAILABLE
+    code = Code.OVERLOADED
+    retryable = True
+
+
+class Cancelled(TriptychError):
+    """Expected. The request was ended by its caller, a deadline or an abort."""
+
+    status = Status.CANCELLED
+    code = Code.CANCELLED
+
+
+class Internal(TriptychError):
+    """Unexpected: fix the code or the machine. The client sees the class of trouble, never a traceback."""
+
+
+class IntegrityError(Internal):
+    """Unexpected: a ledger contradicts itself. Fix the code."""
+
+
+class StartupError(TriptychError):
+    """Expected at start-up only: a wrong flag, a busy port, too little memory. Printed as one line."""
+
+    status = Status.FAILED_PRECONDITION
+
+
+class CheckpointError(StartupError):
+    """Expected at start-up only: the model directory lacks a file, or its tensors are not the model's."""
+
+
+class UnknownArchitecture(StartupError):
+    """Expected at start-up only: the checkpoint's architecture has no row in the registry."""
+
+    def __init__(self, architecture: str, supported: list[str]) -> None:
+        """List what would have worked."""
+        super().__init__(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(supported))}")

@@ -1,0 +1,121 @@
+"""Where one media item lives in the prompt, and the three lengths that are never mixed.
+
+    prompt span     positions the item occupies, framing tokens included   (sum of run lengths)
+    rows            encoder output rows = positions that receive a row     (span - framing)
+    encoder tokens  pre-merge attention tokens                             (cost)
+
+Split encoder output by rows, copy by mask, charge by encoder tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from triptych.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from triptych.core.media import Modality
+
+CONTENT_KEY_BYTES = 32
+
+
+class Run(NamedTuple):
+    """A maximal stretch of consecutive prompt positions that belong to one item."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """One past the last position."""
+        return self.start + self.length
+
+
+class Grid(NamedTuple):
+    """Patches along time, height and width, before merging."""
+
+    t: int
+    h: int
+    w: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLayout:
+    """One item's place in the expanded prompt. Built whole and valid; never changed."""
+
+    modality: Modality
+    runs: tuple[Run, ...]
+    """In prompt order, not overlapping."""
+    rows: int
+    """Embedding rows that the encoder returns for the item."""
+    encoder_tokens: int
+    """Pre-merge attention tokens: the scheduling cost."""
+    grid: Grid
+    content_key: bytes
+    """256-bit identity of everything that determines the item's rows."""
+    framing: tuple[int, ...] = ()
+    """Absolute positions inside the runs that hold framing tokens and receive no row; ascending."""
+    timestamps: tuple[float, ...] = ()
+    """Seconds, one per temporal patch; empty for a still picture."""
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that contradicts itself.
+
+        Raises:
+            InvalidRequest: with the rule that is broken.
+        """
+        if not self.runs:
+            raise InvalidRequest("an item layout needs at least one run")
+        previous_end = 0
+        for run in self.runs:
+            if run.start < previous_end or run.length <= 0:
+                raise InvalidRequest(f"runs must be ascending, non-empty and apart: {self.runs}")
+            previous_end = run.end
+        if any(b <= a for a, b in zip(self.framing, self.framing[1:], strict=False)):
+            raise InvalidRequest(f"framing positions must be ascending: {self.framing}")
+        if any(not any(run.start <= at < run.end for run in self.runs) for at in self.framing):
+            raise InvalidRequest(f"framing positions must lie inside the runs: {self.framing}")
+        if self.rows <= 0 or self.rows != self.span - len(self.framing):
+            raise InvalidRequest(f"{self.rows} rows for {self.span} positions, {len(self.framing)} of them framing")
+        if self.encoder_tokens <= 0 or min(self.grid) <= 0:
+            raise InvalidRequest(f"encoder tokens and grid must be positive: {self.encoder_tokens}, {self.grid}")
+        if len(self.content_key) != CONTENT_KEY_BYTES:
+            raise InvalidRequest(f"a content key has {CONTENT_KEY_BYTES} bytes, not {len(self.content_key)}")
+
+    @property
+    def span(self) -> int:
+        """Prompt positions that the item occupies, framing included."""
+        return sum(run.length for run in self.runs)
+
+    @property
+    def start(self) -> int:
+        """First prompt position."""
+        return self.runs[0].start
+
+    @property
+    def end(self) -> int:
+        """One past the last prompt position."""
+        return self.runs[-1].end
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether any position of the item lies in ``[start, end)``."""
+        return any(run.start < end and start < run.end for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """Rotary positions of the whole prompt, and how they go on after it.
+
+    The position after the prompt is not the KV length: with mRoPE a picture of many rows advances
+    the position by its longer side only. Token ``k`` (0-based, ``k >= prompt length``) stands at
+    ``k + delta`` on every axis.
+    """
+
+    table: npt.NDArray[np.int32]
+    """Shape [axes, prompt length]; 1 axis for plain rotary, 3 (time, height, width) for mRoPE."""
+    delta: int
+    """Constant of the sequence: next position minus next index."""

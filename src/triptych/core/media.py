@@ -1,0 +1,84 @@
+"""One media item on its way from the wire to the encoder."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from triptych.core.layout import ItemLayout
+
+
+class Modality(enum.Enum):
+    """What kind of item it is. The value is the word used in messages."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """An ``http(s)`` address that the engine would fetch."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataUri:
+    """A ``data:`` URI, not yet decoded."""
+
+    uri: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawBytes:
+    """The encoded file itself (PNG, JPEG, ...)."""
+
+    data: bytes
+
+
+MediaSource = Url | DataUri | RawBytes
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image, video or audio clip as the client sent it; atomic."""
+
+    modality: Modality
+    source: MediaSource
+    mime: str = ""
+    """A hint only; the bytes decide."""
+    uuid: str = ""
+    """The caller's own name for the item, part of its identity when given."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A decoded and normalised still picture."""
+
+    pixels: npt.NDArray[np.uint8]
+    """Shape [height, width, 3], RGB, upright, opaque."""
+
+    @property
+    def height(self) -> int:
+        """Pixels from top to bottom."""
+        return int(self.pixels.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Pixels from left to right."""
+        return int(self.pixels.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderInput:
+    """What the tower reads for one item, with the layout that says what comes out."""
+
+    layout: ItemLayout
+    patches: npt.NDArray[np.float32]
+    """Shape [encoder tokens, channels * temporal patch * patch * patch], in the family's patch order."""

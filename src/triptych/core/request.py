@@ -1,0 +1,155 @@
+"""What a client asks for, and the same once its prompt is planned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from triptych.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from triptych.core.layout import Positions
+    from triptych.core.media import EncoderInput, MediaItem
+    from triptych.core.plan import PromptPlan
+
+MAX_STOP_CONDITIONS = 64
+MAX_REQUEST_ID_BYTES = 1024
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    """Same seed, same tokens, whatever else is in the batch."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvalidRequest: naming the field, its value and its range.
+        """
+        t = self.temperature
+        _require(math.isfinite(t) and t >= 0, f"temperature must be a finite number >= 0, not {t}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        _require(self.top_k >= 0, f"top_k must be >= 0 (0 keeps every token), not {self.top_k}")
+        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} must be in [-2, 2], not {value}")
+        r = self.repetition_penalty
+        _require(math.isfinite(r) and r > 0, f"repetition_penalty must be a finite number > 0, not {r}")
+        _require(self.seed is None or 0 <= self.seed < 2**64, f"seed must be in [0, 2^64), not {self.seed}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When the answer ends."""
+
+    max_tokens: int | None = None
+    """None: bounded by the context window only."""
+    min_tokens: int = 0
+    """No end-of-sequence, stop id or stop string counts before this many tokens."""
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    """Keep the matched stop string or stop id in the output."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        _require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be >= 1, not {self.max_tokens}")
+        _require(self.min_tokens >= 0, f"min_tokens must be >= 0, not {self.min_tokens}")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
+        )
+        conditions = len(self.stop_strings) + len(self.stop_token_ids)
+        _require(conditions <= MAX_STOP_CONDITIONS, f"{conditions} stop conditions; at most {MAX_STOP_CONDITIONS}")
+        _require(all(self.stop_strings), "a stop string must not be empty")
+        _require(all(i >= 0 for i in self.stop_token_ids), "a stop token id must be >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """How the request uses the prefix cache."""
+
+    bypass_prefix_cache: bool = False
+    """Reuse nothing; new blocks are cached all the same."""
+    salt: str = ""
+    """Namespaces prefix blocks and encoder rows: different salts never share."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request as the client sent it: text or tokens, with media not yet opened."""
+
+    request_id: str
+    model: str
+    prompt: str | tuple[int, ...]
+    """Text, or token ids; in both the i-th placeholder marker stands for the i-th media item."""
+    media: tuple[MediaItem, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    stopping: Stopping = field(default_factory=Stopping)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    detokenize: bool = True
+    """False: token ids only, no text is produced (stop strings are then refused)."""
+
+    def __post_init__(self) -> None:
+        """Check the fields that need no model.
+
+        Raises:
+            InvalidRequest: naming the field.
+        """
+        _require(bool(self.request_id), "request_id must not be empty")
+        size = len(self.request_id.encode())
+        _require(size <= MAX_REQUEST_ID_BYTES, f"request_id has {size} bytes; at most {MAX_REQUEST_ID_BYTES}")
+        _require(bool(self.model), "model must not be empty")
+        _require(len(self.prompt) > 0, "the prompt is empty")
+        _require(
+            self.detokenize or not self.stopping.stop_strings,
+            "stop strings need text: leave extra.detokenize at true, or use stop token ids",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request that the engine can run: everything is token ids, rows and numbers."""
+
+    request_id: str
+    plan: PromptPlan
+    positions: Positions
+    inputs: tuple[EncoderInput, ...]
+    """One per item of the plan, in the same order."""
+    sampling: Sampling
+    """With its seed filled in."""
+    stopping: Stopping
+    """With max_tokens filled in; stop strings are matched outside the engine."""
+    eos_token_ids: frozenset[int]
+    cache: CacheOptions
+    arrival: float
+    """Monotonic seconds."""

@@ -1,0 +1,1 @@
+"""Tensors: the text decoder, the towers, and the weights that fill them."""

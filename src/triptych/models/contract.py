@@ -1,0 +1,115 @@
+"""What the engine asks of a model. Everything here is shapes; nothing is a family.
+
+One step computes a *packed* batch: the new tokens of several sequences laid end to end, no padding.
+
+    packed index      0 ............ 7   8   9  10 .......... 15
+    sequence          [ 0: 8 tokens    ][1 ][2 ][ 3: 6 tokens  ]
+
+The order is the engine's: single-token sequences come first (``singles`` of them), so that decode
+attention is one batched product, then the longer slices, each handled on its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from triptych.core.media import EncoderInput
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpec:
+    """The text decoder's shape, as the engine needs it."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_size: int
+    max_context: int
+    """Positions the checkpoint was made for."""
+    position_axes: int
+    """1 for plain rotary, 3 for mRoPE."""
+    deepstack_levels: int
+    """Extra row levels added after the first decoder layers; 0 without deepstack."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def row_width(self) -> int:
+        """Columns of one embedding row: the main level, then each deepstack level."""
+        return self.hidden_size * (1 + self.deepstack_levels)
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token's keys and values take over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """The paged KV storage: one pair of tensors a layer, addressed by block id."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    """Each [num_blocks, block_size, kv_heads, head_size]."""
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """The new tokens of one step. T tokens, S sequences, R sampled rows, M media rows."""
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[axes, T] int64."""
+    slots: torch.Tensor
+    """[T] int64: block id * block size + offset at which each token's KV is written."""
+    starts: tuple[int, ...]
+    """S + 1 packed offsets: sequence s is [starts[s], starts[s + 1])."""
+    contexts: tuple[int, ...]
+    """S KV lengths after this step: tokens before the slice plus the slice."""
+    block_tables: torch.Tensor
+    """[S, widest table] int64 block ids, padded with 0."""
+    singles: int
+    """The first ``singles`` sequences have exactly one token."""
+    sample_at: torch.Tensor
+    """[R] int64 packed indices whose logits are wanted."""
+    media_at: torch.Tensor | None
+    """[M] int64 packed indices that take a row instead of a token embedding, or None."""
+    media_rows: torch.Tensor | None
+    """[M, row width]."""
+
+
+class TextModel(Protocol):
+    """A causal decoder over a paged KV cache."""
+
+    @property
+    def spec(self) -> TextSpec:
+        """Its shape."""
+        ...
+
+    def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
+        """Write the batch's KV, attend, and return logits [R, vocab] in float32."""
+        ...
+
+
+class VisionTower(Protocol):
+    """An encoder of pictures."""
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """One tensor [rows, row width] for each input, in order; the work of one call is batched."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a role loads. A tower is absent for text-only checkpoints."""
+
+    text: TextModel
+    tower: VisionTower | None

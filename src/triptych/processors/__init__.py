@@ -1,0 +1,1 @@
+"""From a prompt with markers and decoded media to an expanded, positioned, identified plan. No torch."""

@@ -1,0 +1,59 @@
+"""What intake asks of a model family's processor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from triptych.core.layout import Positions
+    from triptych.core.media import EncoderInput, Modality, Picture
+    from triptych.core.plan import PromptPlan
+
+
+class Processor(Protocol):
+    """Turns one family's prompts and pictures into plans. Pure and thread-safe; costs CPU, so call it off the loop."""
+
+    @property
+    def placeholders(self) -> Mapping[Modality, int]:
+        """The token id that marks one un-expanded item, for each modality the family accepts."""
+        ...
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes over everything that changes pixels, rows or expansion: model revision and settings."""
+        ...
+
+    def check_counts(self, token_ids: npt.NDArray[np.int32], modalities: Sequence[Modality]) -> None:
+        """Match items with markers before any item is opened.
+
+        Raises:
+            PlaceholderMismatch: with both counts.
+            UnsupportedFeature: a modality that the family does not accept.
+        """
+        ...
+
+    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+        """Resize, normalise and patch one picture; its layout's runs begin at position 0 until it is placed.
+
+        Raises:
+            MediaError: the picture's shape cannot be used (index names the item).
+        """
+        ...
+
+    def plan(
+        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[EncoderInput]
+    ) -> tuple[PromptPlan, tuple[EncoderInput, ...]]:
+        """Expand each marker into its item's rows, at token level; ids outside the spans are unchanged.
+
+        Returns the plan, and the inputs with their layouts at their final places.
+        """
+        ...
+
+    def positions(self, plan: PromptPlan) -> Positions:
+        """Rotary positions of the whole prompt."""
+        ...
