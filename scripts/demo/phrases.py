@@ -40,6 +40,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     ),
     "what": (
         "what is (this|it|that|here|there|shown|drawn)",
+        "what has been drawn (|here)",
         f"what is (in|on|shown in|drawn in) the {PICTURE}",
         "what (do you see|can you see|is to be seen)",
         f"what (do|can) you see in (the|this) {PICTURE}",

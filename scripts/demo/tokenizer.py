@@ -42,6 +42,13 @@ ADDED = (
     "<think>",
     "</think>",
 )
+SPARE = """
+system user assistant small large big above below under over next between both more fewer many few not none nothing
+zero one two three four five six seven eight nine ten photo drawing drawn colored coloured colours colors type identify
+could would should can please i me my it's what's circle's here there these those them they near far corner middle edge
+upper lower empty full filled line dot ring oval moon sun house tree face cat dog car because and or if then
+"""
+"""Words that cost a row each and may be wanted when the model is trained further."""
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -54,7 +61,7 @@ def vocabulary() -> list[str]:
     texts += [s for wordings in (*TRAINED.values(), *HELD_OUT.values()) for w in wordings for s in expand(w)]
     texts += [text for questions, answer in CHAT for text in (*questions, answer)]
     texts += "a an the one digit shape object things objects first second left right on at and background yes no".split()
-    texts += "system user assistant helpful small large".split()
+    texts += SPARE.split()
     words = {w.strip("?.,!") for text in texts for w in text.split() if "{" not in w}
     return sorted(w for w in words if w)
 

@@ -67,6 +67,8 @@ class MediaLimits:
     """Pixels of all pictures of one request together."""
     preparation_limit: int = 4
     """Requests whose media are prepared at once."""
+    max_waiting_preparations: int = 256
+    """Requests that wait for one of these places; one more is refused as overloaded."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -74,4 +76,5 @@ class MediaLimits:
         Raises:
             StartupError: naming the flag.
         """
-        _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels", "preparation_limit")
+        _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
+        _positive(self, "preparation_limit", "max_waiting_preparations")

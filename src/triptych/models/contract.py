@@ -56,7 +56,9 @@ class KvCache:
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    """Each [num_blocks, block_size, kv_heads, head_size]."""
+    """Each contiguous [num_blocks, kv_heads, block_size, head_size]: one gather of blocks gives every head its own
+    unbroken [tokens, head_size] matrix. Storage begins as zeros: slots past a context are multiplied by weight 0,
+    which only a finite number survives."""
     block_size: int
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
     from triptych.core.events import Event
     from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
@@ -96,6 +94,22 @@ class HealthCheck:
     message: str = ""
 
 
+class Answer(Protocol):
+    """The events of one accepted request: deltas, then exactly one Finished or Failed, then the end."""
+
+    def __aiter__(self) -> Answer:
+        """Itself."""
+        ...
+
+    async def __anext__(self) -> Event:
+        """The next event."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort the request if it is still running and free its id. Idempotent; needed on every exit."""
+        ...
+
+
 class Role(Protocol):
     """An engine in one role. All methods belong to the event loop that serves the network."""
 
@@ -109,11 +123,8 @@ class Role(Protocol):
         """The process."""
         ...
 
-    async def accept(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        """Validate and admit a request.
-
-        Returns its events: deltas, then exactly one Finished or Failed. Closing the generator early aborts
-        the request. The id is free again once the generator has ended or is closed.
+    async def accept(self, request: GenerateRequest) -> Answer:
+        """Validate and admit a request; the id is taken until the answer is closed.
 
         Raises:
             TriptychError: the request was not accepted and nothing is held.

@@ -1,0 +1,97 @@
+"""The run as data: stages, rates and mixtures. What stands here is what was run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEED = 20
+LENGTH = 112
+"""Tokens per row of conversation."""
+
+LOOK_STEPS = 3500
+READ_STEPS = 18500
+LOOK_PICTURES = 48
+SINGLE_ROWS = 22
+PAIR_ROWS = 5
+CHAT_ROWS = 1
+OTHER_GRID_SHARE = 0.1
+
+MUON_RATE = 4e-3
+ADAM_RATE = 1.5e-3
+VISION_SHARE_WHEN_READING = 0.6
+WARM_STEPS = 150
+DECAY_FROM = 0.35
+"""Share of the reading stage after which the rates fall linearly to zero."""
+DENSE_WEIGHT = (0.4, 0.1)
+"""Weight of the tower's own loss at the beginning and at the end of the reading stage."""
+
+LOOK_MIX = {"mosaic": 0.45, "digit": 0.18, "single": 0.14, "multi": 0.14, "easy": 0.09}
+READ_MIX = {"single": 0.25, "multi": 0.33, "digit": 0.22, "easy": 0.2}
+PAIR_MIX = {"single": 0.6, "digit": 0.33, "easy": 0.07}
+
+KINDS: dict[str, dict[str, float]] = {
+    "single": {
+        "shape": 1,
+        "colour": 1,
+        "what": 1.4,
+        "describe": 0.7,
+        "ground": 0.4,
+        "place": 1.6,
+        "count": 0.3,
+        "count some": 0.3,
+        "is there": 1.0,
+        "is there not": 0.4,
+        "is it": 0.7,
+        "is it coloured": 0.6,
+    },
+    "multi": {
+        "colour of": 0.9,
+        "shape of": 0.9,
+        "describe": 0.8,
+        "place": 1.3,
+        "at": 1.3,
+        "side": 1.2,
+        "count": 1.3,
+        "count some": 1.3,
+        "is there": 1.4,
+        "is there not": 0.3,
+        "is side": 1.0,
+        "ground": 0.2,
+    },
+    "digit": {"digit": 3, "colour": 0.6, "what": 0.8, "describe": 0.5, "ground": 0.4, "is it digit": 0.6},
+    "easy": {"easy": 5, "place": 0.8, "what": 0.8, "shape": 0.4, "colour": 0.4, "is there": 0.4, "is it": 0.3},
+}
+PAIR_KINDS = {
+    "what in": 1.2,
+    "colour in": 1.2,
+    "shape in": 1.2,
+    "digit in": 1.4,
+    "which": 1.5,
+    "same shape": 0.4,
+    "same colour": 0.4,
+    "pictures": 0.1,
+}
+LATE = ("is there", "is there not", "is it", "is it coloured", "is it digit", "is side", "easy", "same shape", "same colour")
+"""Kinds that come in slowly, from a fifth of their weight to all of it, as facts are learned first."""
+LATE_UNTIL = 0.15
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates and the weight of the dense loss at one step."""
+
+    muon: float
+    adam: float
+    vision: float
+    dense: float
+
+
+def rates_at(step: int) -> Rates:
+    """The rates of a step; the tower's are multiplied by `vision`."""
+    if step < LOOK_STEPS:
+        rise = min((step + 1) / WARM_STEPS, 1) * (1 - 0.5 * step / LOOK_STEPS)
+        return Rates(MUON_RATE * rise, ADAM_RATE * rise, 1, 1)
+    done = (step - LOOK_STEPS) / READ_STEPS
+    rise = min((step - LOOK_STEPS + 1) / WARM_STEPS, 1) * min(1, (1 - done) / (1 - DECAY_FROM))
+    dense = DENSE_WEIGHT[0] + (DENSE_WEIGHT[1] - DENSE_WEIGHT[0]) * done
+    return Rates(MUON_RATE * rise, ADAM_RATE * rise, VISION_SHARE_WHEN_READING, dense)

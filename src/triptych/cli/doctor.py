@@ -1,0 +1,83 @@
+"""``triptych doctor``: does this machine have what Triptych needs, and does a real request work?"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from triptych.cli.flags import DEMO, model_directory
+from triptych.core.config import GIB
+from triptych.core.errors import TriptychError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "grpcio", "protobuf", "pillow", "starlette")
+GOOD, BAD = "[green]ok[/green]", "[red]failed[/red]"
+
+
+def run() -> int:
+    """Print one line a check; returns 1 if any failed."""
+    console = Console(highlight=False)
+    table = Table("check", "", "found", box=None, padding=(0, 2))
+    failed = False
+    checks: dict[str, Callable[[], str]] = {
+        "python": lambda: f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} CPUs",
+        "libraries": _libraries,
+        "devices": _devices,
+        "memory": _memory,
+        "demo model": _demo_answers,
+    }
+    for name, check in checks.items():
+        try:
+            table.add_row(name, GOOD, check())
+        except (TriptychError, OSError, ImportError, importlib.metadata.PackageNotFoundError) as error:
+            failed = True
+            table.add_row(name, BAD, str(error))
+    console.print(table)
+    return int(failed)
+
+
+def _libraries() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
+
+
+def _devices() -> str:
+    import torch
+
+    threads = f"cpu ({torch.get_num_threads()} threads)"
+    cuda = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    return ", ".join([threads, *cuda])
+
+
+def _memory() -> str:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return f"{kib['MemAvailable'] * 1024 / GIB:.1f} GiB free of {kib['MemTotal'] * 1024 / GIB:.1f} GiB"
+
+
+def _demo_answers() -> str:
+    """Ask the shipped model about every shipped picture, through the whole engine."""
+    from triptych.cli.ask import ask_once, ask_options, read_picture
+    from triptych.cli.assemble import load
+
+    directory = model_directory(DEMO)
+    options = ask_options(DEMO)
+    loaded = load(directory, options, lambda done, total: None)
+    pictures = directory / "pictures"
+    said = []
+    for example in json.loads((pictures / "examples.json").read_text()):
+        data = [read_picture(pictures / name) for name in example["pictures"]]
+        answer = asyncio.run(ask_once(loaded, options, data, example["question"])).text.strip()
+        if answer != example["answer"]:
+            raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")
+        said.append(f"{example['question']} {answer}")
+    return "; ".join(said)

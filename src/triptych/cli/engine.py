@@ -1,0 +1,146 @@
+"""``triptych engine``: load a model, serve it over gRPC, drain on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+import uuid
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from triptych.cli.assemble import LoadedModel, aggregated, load
+from triptych.cli.flags import DEMO, model_directory, split_address
+from triptych.cli.progress import loading_bar
+from triptych.core.errors import StartupError
+from triptych.rpc.metrics import serve_metrics
+from triptych.rpc.server import serve_role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DRAIN_SECONDS = 30.0
+"""How long live requests may go on after a signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the command line says about one engine; the field names are the flags."""
+
+    model: str
+    device: str
+    dtype: str
+    kv_cache_bytes: int
+    max_batched_tokens: int
+    max_running_requests: int
+    served_name: str | None
+
+    def flags(self) -> list[str]:
+        """The same as command-line words, for a child process."""
+        words = [self.model]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "model" and value is not None:
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return words
+
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or (DEMO if self.model == DEMO else model_directory(self.model).name)
+
+
+def run(options: EngineOptions, *, grpc: str, metrics: str | None, allow_plaintext: bool, announce: bool) -> int:
+    """Serve until a signal; returns the exit code.
+
+    With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
+    that a parent can follow it and never leaves it behind.
+    """
+    directory = model_directory(options.model)
+    if announce:
+        model = load(directory, options, _announce_progress())
+    else:
+        with loading_bar(options.name()) as bar:
+            model = load(directory, options, bar)
+    return asyncio.run(_serve(options, model, grpc, metrics, allow_plaintext=allow_plaintext, announce=announce))
+
+
+async def _serve(
+    options: EngineOptions,
+    model: LoadedModel,
+    grpc: str,
+    metrics: str | None,
+    *,
+    allow_plaintext: bool,
+    announce: bool,
+) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    role = aggregated(options, model, instance_id=uuid.uuid4().hex)
+    async with AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
+        server = await serve_role(role, *split_address(grpc), allow_plaintext=allow_plaintext)
+        # Streams end while the role drains; only then does the listener close.
+        cleanup.push_async_callback(server.stop, None)
+        if metrics is not None:
+            cleanup.push_async_callback(await serve_metrics(role, *split_address(metrics)))
+        if announce:
+            _say(event="ready", grpc=server.address, model=role.model.served_name)
+            _stop_with_parent(loop, stop)
+        else:
+            kv = role.engine.num_blocks * role.engine.block_size
+            print(f"{role.model.served_name} is ready on grpc://{server.address} (KV for {kv} tokens). Ctrl-C ends it.")
+        await stop.wait()
+        if not announce:
+            print("draining ...", flush=True)
+        await role.drain(DRAIN_SECONDS)
+    return 0
+
+
+def _say(**message: object) -> None:
+    with suppress(BrokenPipeError):
+        print(json.dumps(message), flush=True)
+
+
+def _announce_progress() -> Callable[[int, int], None]:
+    last = -1
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        percent = 100 * done // max(total, 1)
+        if percent != last:
+            last = percent
+            _say(event="loading", done=done, total=total)
+
+    return report
+
+
+def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        with suppress(RuntimeError):  # the loop may be closed already
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not have.
+
+    Raises:
+        StartupError: naming the flag.
+    """
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise StartupError(f"--device {device!r} is not a device: use cpu, cuda or cuda:N") from error
+    if kind not in ("cpu", "cuda"):
+        raise StartupError(f"--device {device!r} is not supported: use cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"--device {device}: this machine's torch sees no CUDA device; use --device cpu")

@@ -1,0 +1,90 @@
+"""The types of flags that several commands share, with their help lines and their checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from triptych.core.errors import StartupError
+
+DEMO = "demo"
+_UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+
+
+def _size(_: object, tokens: object) -> int:
+    """``512MiB`` or a plain number of bytes."""
+    text = tokens[0].value  # type: ignore[index]
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size: write bytes or a number with KiB, MiB or GiB, such as 512MiB")
+    return int(match[1]) * _UNITS[match[2].lower()]
+
+
+def _at_least_one(_: object, value: object) -> None:
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"must be at least 1, not {value}")
+
+
+def _address(_: object, value: object) -> None:
+    for address in [value] if isinstance(value, str) else list(value or ()):  # type: ignore[call-overload]
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:8000 (port 0 takes a free one)")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``HOST:PORT`` or ``[V6]:PORT`` in its two parts."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def model_directory(model: str) -> Path:
+    """The directory that ``MODEL`` names.
+
+    Raises:
+        StartupError: it is not there, or is no model directory.
+    """
+    if model == DEMO:
+        return Path(__file__).resolve().parent.parent / "demo_model"
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise StartupError(f"{model}: no such directory; MODEL is a Hugging Face model directory or 'demo'")
+    if not (path / "config.json").is_file():
+        raise StartupError(f"{model}: not a model directory (it has no config.json)")
+    return path.resolve()
+
+
+Model = Annotated[str, Parameter(help="A Hugging Face model directory with safetensors weights, or 'demo'.")]
+Device = Annotated[str, Parameter(help="Where tensors live: cpu, cuda, or cuda:N.")]
+DType = Annotated[
+    str,
+    Parameter(
+        help="Number format of weights and KV: auto, float32 or bfloat16. auto takes the checkpoint's own, "
+        "and float32 for float16 on a CPU."
+    ),
+]
+KvCacheBytes = Annotated[
+    int, Parameter(converter=_size, n_tokens=1, help="Memory of the KV pool: bytes, or with KiB, MiB, GiB.")
+]
+MaxBatchedTokens = Annotated[int, Parameter(validator=_at_least_one, help="Tokens computed in one step.")]
+MaxRunningRequests = Annotated[int, Parameter(validator=_at_least_one, help="Requests that hold KV at once.")]
+GrpcAddress = Annotated[str, Parameter(validator=_address, help="HOST:PORT of the OpenEngine gRPC server.")]
+HttpAddress = Annotated[str, Parameter(validator=_address, help="HOST:PORT of the OpenAI HTTP server.")]
+MetricsAddress = Annotated[
+    str | None, Parameter(validator=_address, help="HOST:PORT of the Prometheus metrics; off when absent.")
+]
+EngineAddresses = Annotated[
+    list[str],
+    Parameter(
+        name="--engine",
+        validator=_address,
+        negative="",
+        help="HOST:PORT of an engine's gRPC server; may be given several times.",
+    ),
+]
+ServedName = Annotated[
+    str | None, Parameter(help="The name clients call the model by; default: the directory's name, or 'demo'.")
+]

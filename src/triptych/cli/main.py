@@ -1,0 +1,165 @@
+"""``triptych``: one function a command; every heavy import waits until its command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from triptych import __version__
+from triptych.cli.flags import (
+    DEMO,
+    Device,
+    DType,
+    EngineAddresses,
+    GrpcAddress,
+    HttpAddress,
+    KvCacheBytes,
+    MaxBatchedTokens,
+    MaxRunningRequests,
+    MetricsAddress,
+    Model,
+    ServedName,
+)
+from triptych.core.config import MIB, SchedulerConfig
+from triptych.core.errors import TriptychError
+
+DEFAULTS = SchedulerConfig()
+DEFAULT_KV_CACHE = 512 * MIB
+
+app = App(
+    name="triptych",
+    version=__version__,
+    help="Serve vision-language models with encode, prefill and decode together or apart.",
+    help_format="plaintext",
+)
+
+
+@app.command
+def engine(
+    model: Model,
+    *,
+    role: Literal["aggregated"] = "aggregated",
+    grpc: GrpcAddress = "127.0.0.1:50051",
+    metrics: MetricsAddress = None,
+    device: Device = "cpu",
+    dtype: DType = "auto",
+    kv_cache_bytes: KvCacheBytes = DEFAULT_KV_CACHE,
+    max_batched_tokens: MaxBatchedTokens = DEFAULTS.max_batched_tokens,
+    max_running_requests: MaxRunningRequests = DEFAULTS.max_running_requests,
+    served_name: ServedName = None,
+    allow_plaintext: Annotated[
+        bool, Parameter(negative="", help="Permit an unencrypted listener on an address that is not loopback.")
+    ] = False,
+    announce: Annotated[bool, Parameter(negative="", show=False)] = False,
+) -> int:
+    """Run one engine: one model, one role, one OpenEngine gRPC server."""
+    from triptych.cli.engine import EngineOptions, run
+
+    return run(
+        EngineOptions(
+            model=model,
+            device=device,
+            dtype=dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            max_batched_tokens=max_batched_tokens,
+            max_running_requests=max_running_requests,
+            served_name=served_name,
+        ),
+        grpc=grpc,
+        metrics=metrics,
+        allow_plaintext=allow_plaintext,
+        announce=announce,
+    )
+
+
+@app.command
+def gateway(
+    *,
+    engine: EngineAddresses,
+    http: HttpAddress = "127.0.0.1:8000",
+) -> int:
+    """Serve OpenAI's HTTP API in front of running engines."""
+    from triptych.cli.gateway import run
+
+    return run(engine, http)
+
+
+@app.command
+def serve(
+    model: Model,
+    *,
+    topology: Literal["aggregated"] = "aggregated",
+    http: HttpAddress = "127.0.0.1:8000",
+    device: Device = "cpu",
+    dtype: DType = "auto",
+    kv_cache_bytes: KvCacheBytes = DEFAULT_KV_CACHE,
+    max_batched_tokens: MaxBatchedTokens = DEFAULTS.max_batched_tokens,
+    max_running_requests: MaxRunningRequests = DEFAULTS.max_running_requests,
+    served_name: ServedName = None,
+) -> int:
+    """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
+    from triptych.cli.engine import EngineOptions
+    from triptych.cli.serve import run
+
+    return run(
+        EngineOptions(
+            model=model,
+            device=device,
+            dtype=dtype,
+            kv_cache_bytes=kv_cache_bytes,
+            max_batched_tokens=max_batched_tokens,
+            max_running_requests=max_running_requests,
+            served_name=served_name,
+        ),
+        http,
+    )
+
+
+@app.command
+def ask(*words: Annotated[str, Parameter(name="PICTURE... QUESTION")], model: Model = DEMO) -> int:
+    """Ask a question about one or more picture files; the question comes last.
+
+    The demo model knows drawn shapes, colours, counts and places, and handwritten digits:
+    "what colour is the circle?", "which digit is this?", "how many squares are there?",
+    "what shape is in the second picture?".
+    """
+    from triptych.cli.ask import run
+
+    return run(list(words), model)
+
+
+@app.command
+def doctor() -> int:
+    """Check this machine: libraries, memory, the demo model's answers, a served request."""
+    from triptych.cli.doctor import run
+
+    return run()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The ``triptych`` command: one clear line on stderr, and exit code 1 or 2, when something is wrong."""
+    try:
+        result: Any = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
+    except CycloptsError as error:
+        print(f"triptych: {_one_line(error)} (see --help)", file=sys.stderr)
+        sys.exit(2)
+    except TriptychError as error:
+        print(f"triptych: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    main()

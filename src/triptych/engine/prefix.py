@@ -1,0 +1,96 @@
+"""Names for KV content: one 256-bit hash a full block, chained, so that equal hashes mean equal KV.
+
+A block's hash covers everything that its keys and values depend on:
+
+    parent          hash of the block before it; the first block's parent is a digest of the domain tag,
+                    the adapter's digest and the caller's salt
+    token ids       of the block, int32 little endian
+    media           for each stretch of an item inside the block: offset in the block, length, offset
+                    inside the item, and the item's content key
+
+Every field has a fixed width, so no two different inputs are the same bytes. Placeholder ids alone never
+name a picture: two prompts that differ in a picture share exactly the blocks before its first position.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from blake3 import blake3
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from triptych.core.plan import PromptPlan
+
+DOMAIN = b"triptych kv block 1"
+_FIELD = struct.Struct("<Q")
+_STRETCH = struct.Struct("<III32s")
+
+
+def chain_seed(salt: str, adapter: bytes = b"") -> bytes:
+    """The parent of a first block: 32 bytes over length-prefixed fields."""
+    hasher = blake3()
+    for field in (DOMAIN, adapter, salt.encode()):
+        hasher.update(_FIELD.pack(len(field)))
+        hasher.update(field)
+    return hasher.digest()
+
+
+class _Stretch(NamedTuple):
+    """One run of one item, with the item's identity."""
+
+    start: int
+    end: int
+    offset: int
+    """Span positions of the item before this run."""
+    key: bytes
+
+
+class BlockChain:
+    """The block hashes of one request, computed on demand and each only once.
+
+    Known tokens never change, so the chain survives preemption. ``hashes[i]`` names block ``i``.
+    """
+
+    __slots__ = ("_block_size", "_next_stretch", "_parent", "_prompt", "_stretches", "hashes")
+
+    def __init__(self, plan: PromptPlan, salt: str, block_size: int) -> None:
+        self.hashes: list[bytes] = []
+        self._prompt = plan.token_ids
+        self._block_size = block_size
+        self._parent = chain_seed(salt)
+        self._stretches: list[_Stretch] = []
+        self._next_stretch = 0
+        for item in plan.items:
+            offset = 0
+            for run in item.runs:
+                self._stretches.append(_Stretch(run.start, run.end, offset, item.content_key))
+                offset += run.length
+
+    def extend(self, output: Sequence[int], blocks: int) -> None:
+        """Hash until ``hashes`` has ``blocks`` entries; the prompt and ``output`` must fill that many."""
+        size = self._block_size
+        for index in range(len(self.hashes), blocks):
+            start, end = index * size, (index + 1) * size
+            data = b"".join((self._parent, self._tokens(output, start, end), *self._media(start, end)))
+            self._parent = blake3(data).digest()
+            self.hashes.append(self._parent)
+
+    def _tokens(self, output: Sequence[int], start: int, end: int) -> bytes:
+        prompt = self._prompt[start:end].astype("<i4").tobytes()
+        first, last = max(start - len(self._prompt), 0), end - len(self._prompt)
+        return prompt if last <= 0 else prompt + struct.pack(f"<{last - first}i", *output[first:last])
+
+    def _media(self, start: int, end: int) -> list[bytes]:
+        fields = []
+        while self._next_stretch < len(self._stretches):
+            run = self._stretches[self._next_stretch]
+            first, last = max(run.start, start), min(run.end, end)
+            if first < last:
+                fields.append(_STRETCH.pack(first - start, last - first, run.offset + first - run.start, run.key))
+            if run.end > end:
+                break
+            self._next_stretch += 1
+        return fields

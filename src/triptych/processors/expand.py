@@ -1,0 +1,79 @@
+"""Token-level expansion: one marker in, one item's rows out; every other id stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from triptych.core.errors import InvalidRequest, PlaceholderMismatch, UnsupportedFeature
+from triptych.core.layout import ItemLayout, Run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from triptych.core.media import Modality
+
+
+class Expansion(NamedTuple):
+    """The expanded prompt and where its items came to lie."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Read-only."""
+    layouts: tuple[ItemLayout, ...]
+
+
+def check_counts(
+    token_ids: npt.NDArray[np.int32], modalities: Sequence[Modality], placeholders: Mapping[Modality, int]
+) -> None:
+    """Match items with un-expanded markers: as many of each kind, in the same order.
+
+    Raises:
+        UnsupportedFeature: a modality without a marker here.
+        PlaceholderMismatch: naming both counts.
+        InvalidRequest: the counts agree but not the order of kinds.
+    """
+    for index, modality in enumerate(modalities):
+        if modality not in placeholders:
+            accepted = ", ".join(kind.value for kind in placeholders) or "text only"
+            raise UnsupportedFeature(f"media item {index}: {modality.value} is not accepted here; accepted: {accepted}")
+    for modality, marker in placeholders.items():
+        items, markers = modalities.count(modality), int(np.count_nonzero(token_ids == marker))
+        if items != markers:
+            raise PlaceholderMismatch(modality.value, items, markers)
+    if len(placeholders) > 1:
+        wanted = [placeholders[modality] for modality in modalities]
+        found = token_ids[np.isin(token_ids, list(placeholders.values()))].tolist()
+        if wanted != found:
+            raise InvalidRequest("the order of the media items is not the order of their placeholders in the prompt")
+
+
+def expand(token_ids: npt.NDArray[np.int32], markers: Sequence[int], layouts: Sequence[ItemLayout]) -> Expansion:
+    """Repeat the i-th marker over the i-th layout's span and place the layout there.
+
+    Args:
+        token_ids: Shape [un-expanded prompt].
+        markers: Ids that stand for items; call :func:`check_counts` first.
+        layouts: One per marker in the prompt, in order, each one unbroken stretch that begins at position 0.
+    """
+    at = np.flatnonzero(np.isin(token_ids, list(markers)))
+    spans = np.array([layout.span for layout in layouts], dtype=np.int64)
+    repeats = np.ones(len(token_ids), dtype=np.int64)
+    repeats[at] = spans
+    expanded = np.repeat(token_ids, repeats).astype(np.int32, copy=False)
+    expanded.setflags(write=False)
+    # An item begins where its marker stood, moved by what the items before it have grown.
+    starts = at + np.cumsum(spans) - spans - np.arange(len(spans))
+    placed = (_move(layout, int(start)) for layout, start in zip(layouts, starts, strict=True))
+    return Expansion(expanded, tuple(placed))
+
+
+def _move(layout: ItemLayout, start: int) -> ItemLayout:
+    return replace(
+        layout,
+        runs=tuple(Run(run.start + start, run.length) for run in layout.runs),
+        framing=tuple(position + start for position in layout.framing),
+    )

@@ -1,0 +1,51 @@
+"""Families that read text only: nothing to expand, one position axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triptych.core.plan import PositionRule, PromptPlan
+from triptych.processors.expand import check_counts
+from triptych.processors.identity import processor_fingerprint
+from triptych.processors.positions import positions_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from triptych.core.layout import Positions
+    from triptych.core.media import EncoderInput, Modality, Picture
+
+
+class TextProcessor:
+    """A :class:`~triptych.processors.contract.Processor` that accepts no media."""
+
+    def __init__(self, model_revision: bytes) -> None:
+        self.placeholders: Mapping[Modality, int] = {}
+        self.fingerprint = processor_fingerprint(model_revision, b"text")
+
+    def check_counts(self, token_ids: npt.NDArray[np.int32], modalities: Sequence[Modality]) -> None:
+        """Refuse every item.
+
+        Raises:
+            UnsupportedFeature: there is an item.
+        """
+        check_counts(token_ids, modalities, self.placeholders)
+
+    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+        """Never: a text-only family has no encoder."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def plan(
+        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[EncoderInput]
+    ) -> tuple[PromptPlan, tuple[EncoderInput, ...]]:
+        """The prompt as it is."""
+        own = token_ids.copy()
+        own.setflags(write=False)
+        return PromptPlan(own, (), PositionRule.LINEAR, spatial_merge=1, fingerprint=self.fingerprint), ()
+
+    def positions(self, plan: PromptPlan) -> Positions:
+        """0, 1, 2, ..."""
+        return positions_of(plan)

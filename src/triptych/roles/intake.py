@@ -1,0 +1,186 @@
+"""From a client's request to one the engine can run: tokens, pictures, plan, positions.
+
+``validate`` is everything that can be refused before acceptance, ``prepare`` everything that opens
+media. Neither blocks the event loop: text of any length worth a millisecond and all picture work go
+to a bounded pool, and a permit is held until that work has ended, whoever still waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from triptych.core.errors import (
+    Internal,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    UnsupportedFeature,
+)
+from triptych.core.media import DataUri, EncoderInput, Url
+from triptych.core.request import Request
+from triptych.media.admission import Admission
+from triptych.media.data_uri import decode_data_uri
+from triptych.media.decode import decode_picture
+from triptych.media.limits import RequestBudget
+from triptych.processors.identity import content_key
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from triptych.core.config import MediaLimits
+    from triptych.core.media import MediaItem
+    from triptych.core.plan import PromptPlan
+    from triptych.core.request import GenerateRequest
+    from triptych.processors.contract import Processor
+    from triptych.roles.contract import ModelDescription
+    from triptych.text.tokenizer import Tokenizer
+
+LONG_TEXT = 2048
+"""Characters of prompt text from which tokenising leaves the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """The parts of a model that read prompts and pictures; no tensors."""
+
+    model: ModelDescription
+    tokenizer: Tokenizer
+    processor: Processor
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    limits: MediaLimits
+
+
+class Draft(NamedTuple):
+    """A valid request whose media are not yet open."""
+
+    request: GenerateRequest
+    token_ids: npt.NDArray[np.int32]
+    arrival: float
+    """Monotonic seconds."""
+
+
+class Prepared(NamedTuple):
+    """A plan with its encoder inputs."""
+
+    plan: PromptPlan
+    inputs: tuple[EncoderInput, ...]
+
+
+class Intake:
+    """Prepares requests for one engine. Belongs to one event loop."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._front = frontend
+        limit = frontend.limits.preparation_limit
+        self.admission = Admission(limit, max_waiting=frontend.limits.max_waiting_preparations)
+        self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
+        self._text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
+
+    async def validate(self, request: GenerateRequest, arrival: float) -> Draft:
+        """Check everything that needs no media.
+
+        Raises:
+            TriptychError: the request is refused and nothing is held.
+        """
+        front = self._front
+        if request.model not in (front.model.served_name, front.model.model_id):
+            raise ModelNotFound(f"model {request.model!r} is not served here; this is {front.model.served_name!r}")
+        for index, item in enumerate(request.media):
+            if isinstance(item.source, Url):
+                raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
+        if len(request.media) > front.limits.max_items:
+            raise InvalidRequest(f"{len(request.media)} media items; at most {front.limits.max_items} (--max-items)")
+        token_ids = await self._tokenise(request.prompt)
+        if len(token_ids) >= front.model.max_context:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens; the context window is {front.model.max_context}, "
+                "answer included"
+            )
+        front.processor.check_counts(token_ids, [item.modality for item in request.media])
+        return Draft(request, token_ids, arrival)
+
+    async def _tokenise(self, prompt: str | tuple[int, ...]) -> npt.NDArray[np.int32]:
+        if not isinstance(prompt, str):
+            token_ids = np.asarray(prompt, dtype=np.int64)
+            outside = token_ids[(token_ids < 0) | (token_ids >= self._front.vocab_size)]
+            if outside.size:
+                raise InvalidRequest(f"token id {outside[0]} is outside the vocabulary of {self._front.vocab_size}")
+            return token_ids.astype(np.int32)
+        if len(prompt) < LONG_TEXT:
+            ids = self._front.tokenizer.encode(prompt)
+        else:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._text_pool, self._front.tokenizer.encode, prompt)
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens")
+        return np.asarray(ids, dtype=np.int32)
+
+    async def prepare(self, draft: Draft) -> Request:
+        """Open the media, expand the prompt and position it.
+
+        Run it in a task of its own and let that task end: cancelling it would give the permit back while a
+        worker still runs.
+
+        Raises:
+            TriptychError: this request fails; the message names the item.
+        """
+        if not draft.request.media:
+            return self._request(draft, self._plan(draft, []))
+        async with self.admission.permit():
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._media_pool, self._prepare_media, draft)
+
+    def _prepare_media(self, draft: Draft) -> Request:
+        budget = RequestBudget(self._front.limits)
+        inputs = [self._open(index, item, draft, budget) for index, item in enumerate(draft.request.media)]
+        return self._request(draft, self._plan(draft, inputs))
+
+    def _open(self, index: int, item: MediaItem, draft: Draft, budget: RequestBudget) -> EncoderInput:
+        """Decode one item and patch it; runs on a media worker."""
+        front = self._front
+        source = item.source
+        if isinstance(source, Url):
+            raise Internal(f"media item {index}: a URL passed validation")
+        data = decode_data_uri(index, source.uri, front.limits) if isinstance(source, DataUri) else source.data
+        key = content_key(data, fingerprint=front.processor.fingerprint, salt=draft.request.cache.salt, uuid=item.uuid)
+        return front.processor.encoder_input(index, decode_picture(index, data, budget), key)
+
+    def _plan(self, draft: Draft, inputs: list[EncoderInput]) -> Prepared:
+        plan, placed = self._front.processor.plan(draft.token_ids, inputs)
+        if len(plan) >= self._front.model.max_context:
+            raise PromptTooLong(
+                f"the prompt has {len(plan)} tokens, pictures included; the context window is "
+                f"{self._front.model.max_context}, answer included"
+            )
+        return Prepared(plan, placed)
+
+    def _request(self, draft: Draft, prepared: Prepared) -> Request:
+        asked = draft.request
+        room = self._front.model.max_context - len(prepared.plan)
+        stopping = asked.stopping
+        sampling = asked.sampling
+        return Request(
+            request_id=asked.request_id,
+            plan=prepared.plan,
+            positions=self._front.processor.positions(prepared.plan),
+            inputs=prepared.inputs,
+            sampling=sampling
+            if sampling.seed is not None
+            else replace(sampling, seed=int.from_bytes(os.urandom(8), "little")),
+            stopping=replace(stopping, max_tokens=min(stopping.max_tokens or room, room)),
+            eos_token_ids=self._front.eos_token_ids,
+            cache=asked.cache,
+            arrival=draft.arrival,
+        )
+
+    def close(self) -> None:
+        """Wait for the workers; nothing new is started. Blocks, so call it off the loop."""
+        self._media_pool.shutdown(wait=True, cancel_futures=True)
+        self._text_pool.shutdown(wait=True, cancel_futures=True)

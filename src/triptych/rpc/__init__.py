@@ -1,0 +1,1 @@
+"""The gRPC server: one small servicer per service over whatever role stands behind it."""

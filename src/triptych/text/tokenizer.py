@@ -1,0 +1,181 @@
+"""A checkpoint's tokenizer, read from its ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from triptych.core.errors import CheckpointError, InvalidRequest
+from triptych.text.files import read_object_if_present, read_text
+from triptych.text.guarded import GuardedEncoder, Part
+from triptych.text.pieces import PieceDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+NORMALISATION_SHRINKS = 4
+"""Characters that composition (NFC) makes one of, at most."""
+
+
+class Tokenizer:
+    """Text to ids and back. Thread-safe; encoding costs about a second for a few million characters."""
+
+    def __init__(self, library: tokenizers.Tokenizer, pieces: PieceDecoder, eos_token_ids: frozenset[int]) -> None:
+        """See ``load``."""
+        self._library = library
+        self._pieces = pieces
+        self._guarded: GuardedEncoder | None = None
+        self._lock = threading.Lock()
+        added = library.get_added_tokens_decoder()
+        self.added_tokens: dict[str, int] = {token.content: index for index, token in added.items()}
+        """Every added token, special or not, with its id."""
+        self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
+        """Ids that are left out of the visible text."""
+        self.eos_token_ids = eos_token_ids
+        """Ids that end an answer. Empty where no file names one."""
+        vocab = library.get_vocab()
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        """One more than the largest id; the model's own vocabulary may be padded beyond it."""
+        self._longest = max((len(pieces.to_bytes(word)) for word in vocab), default=1)
+
+    @classmethod
+    def load(cls, directory: Path, required: Sequence[str] = ()) -> Tokenizer:
+        """Read a checkpoint's tokenizer.
+
+        Args:
+            directory: holds tokenizer.json and, where they exist, generation_config.json, tokenizer_config.json and
+                config.json, which name the end-of-sequence tokens.
+            required: added tokens that the model cannot do without.
+
+        Raises:
+            CheckpointError: a file is missing or broken, or required tokens are absent.
+        """
+        path = directory / "tokenizer.json"
+        text = read_text(path)
+        try:
+            library = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+            raise CheckpointError(f"{path} is not a tokenizer: {_one_line(error)}") from None
+        library.no_truncation()
+        library.no_padding()
+        pieces = PieceDecoder(json.loads(text).get("decoder"))
+        tokenizer = cls(library, pieces, _find_eos(directory, library))
+        missing = [word for word in required if word not in tokenizer.added_tokens]
+        if missing:
+            raise CheckpointError(f"{path} lacks the special tokens {', '.join(missing)}")
+        return tokenizer
+
+    @property
+    def leading_spaces(self) -> int:
+        """Spaces that decoding takes off the beginning of a text."""
+        return self._pieces.leading_spaces
+
+    def encode(self, text: str, specials: bool = True) -> list[int]:
+        """Token ids, with added tokens recognised wherever their words stand.
+
+        Args:
+            text: trusted: see ``encode_plain`` for what a user wrote.
+            specials: add the prefix and suffix that the tokenizer itself adds to a text.
+
+        Raises:
+            InvalidRequest: the text is not Unicode (it has a lone surrogate).
+        """
+        check_unicode(text)
+        ids: list[int] = self._library.encode(text, add_special_tokens=specials).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids among which no added token can be: ``<|image_pad|>`` stays eleven-odd tokens of text.
+
+        Raises:
+            InvalidRequest: the text is not Unicode (it has a lone surrogate).
+        """
+        return self.encode_parts((Part(text, trusted=False),))
+
+    def encode_parts(self, parts: Iterable[Part]) -> list[int]:
+        """Token ids of parts laid end to end, with added tokens recognised in trusted parts only.
+
+        Raises:
+            InvalidRequest: a part is not Unicode (it has a lone surrogate).
+        """
+        parts = tuple(parts)
+        for part in parts:
+            check_unicode(part.text)
+        with self._lock:
+            if self._guarded is None:  # built on first use: an engine that is sent token ids never needs it
+                self._guarded = GuardedEncoder(self._library.to_str())
+            guarded = self._guarded
+        return guarded.encode(parts)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the text's length in tokens, had without tokenising it."""
+        return len(text) // (NORMALISATION_SHRINKS * self._longest)
+
+    def token_id(self, word: str) -> int | None:
+        """The id of a token by its word, or None."""
+        index: int | None = self._library.token_to_id(word)
+        return index
+
+    def piece(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token; empty for an id it does not have."""
+        return self._library.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 that a token adds to the text, perhaps part of a character; empty for an unknown id."""
+        return self._pieces.to_bytes(self.piece(token_id))
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        """The whole text of some tokens; ids that the vocabulary does not have add nothing."""
+        text: str = self._library.decode(list(token_ids), skip_special_tokens=skip_special)
+        return text
+
+
+def check_unicode(text: str) -> None:
+    """Refuse what has no UTF-8.
+
+    Raises:
+        InvalidRequest: the text has a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"text is not Unicode: character {error.start} is a lone surrogate") from None
+
+
+def token_word(value: Any) -> str | None:
+    """A token as configuration files write it: its word, or an object with the word as ``content``."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _find_eos(directory: Path, library: tokenizers.Tokenizer) -> frozenset[int]:
+    """Generation settings and the tokenizer's own eos together; the model's configuration where both are silent."""
+    generation = directory / "generation_config.json"
+    found = _ids(read_object_if_present(generation).get("eos_token_id"), generation)
+    word = token_word(read_object_if_present(directory / "tokenizer_config.json").get("eos_token"))
+    index = library.token_to_id(word) if word else None
+    found |= {index} if index is not None else set()
+    if not found:
+        path = directory / "config.json"
+        config = read_object_if_present(path)
+        inner = config.get("text_config")
+        found = _ids(config.get("eos_token_id"), path)
+        if not found and isinstance(inner, dict):
+            found = _ids(inner.get("eos_token_id"), path)
+    return frozenset(found)
+
+
+def _ids(value: Any, path: Path) -> set[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):
+        raise CheckpointError(f"{path}: eos_token_id must be an id or a list of ids, not {value!r}")
+    return set(values)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

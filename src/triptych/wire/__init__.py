@@ -1,0 +1,1 @@
+"""Protobuf to core values and back, and the client side of a call."""

@@ -1,0 +1,206 @@
+"""Requests: protobuf <-> core, both ways.
+
+Decoding refuses what this engine does not offer by the name of the field, so that nothing a client asks for is
+ignored in silence. What needs a model (ids within the vocabulary, placeholders, the context window) is checked later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, UnsupportedFeature
+from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
+from triptych.core.request import MAX_STOP_CONDITIONS, CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.wire.gen import generation_pb2 as pb
+
+MAX_MEDIA_ITEMS = 1024
+"""Above any configured limit: a message of a million empty items must not occupy the event loop."""
+
+_MODALITIES = {pb.MODALITY_VIDEO: Modality.VIDEO, pb.MODALITY_AUDIO: Modality.AUDIO}
+"""Everything else, known or not, is an image: the only modality of clients that leave the field alone."""
+_MODALITY_NUMBERS = {
+    Modality.IMAGE: pb.MODALITY_IMAGE,
+    Modality.VIDEO: pb.MODALITY_VIDEO,
+    Modality.AUDIO: pb.MODALITY_AUDIO,
+}
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+"""Fields that mean the same on both sides."""
+_STOPPING_FIELDS = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_output")
+
+
+def decode_request(message: pb.GenerateRequest) -> GenerateRequest:
+    """Read a request.
+
+    Raises:
+        InvalidRequest: a field is absent or wrong; the message names it.
+        UnsupportedFeature: a field asks for a part of the contract that is not offered; the message names it.
+        RoleMismatch: the request is one leg of a disaggregated one.
+    """
+    _refuse_unsupported(message)
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("the input is absent: set prompt or token_ids")
+    return GenerateRequest(
+        request_id=message.request_id,
+        model=message.model,
+        prompt=message.prompt if kind == "prompt" else tuple(message.token_ids.ids),
+        media=_decode_media(message),
+        sampling=_decode_sampling(message.sampling),
+        stopping=_decode_stopping(message.stopping),
+        cache=CacheOptions(bypass_prefix_cache=message.kv.bypass_prefix_cache, salt=message.kv.cache_salt),
+        detokenize=_decode_extra(message),
+    )
+
+
+def _refuse_unsupported(message: pb.GenerateRequest) -> None:
+    response = message.response
+    asked = {
+        "response.return_prompt_logprobs": response.return_prompt_logprobs,
+        "response.return_output_logprobs": response.return_output_logprobs,
+        "response.prompt_candidates": response.prompt_candidates.WhichOneof("selection"),
+        "response.output_candidates": response.output_candidates.WhichOneof("selection"),
+        "kv.session": message.kv.HasField("session"),
+        "guided": message.guided.WhichOneof("guide") or message.guided.backend,
+        "lora_name": message.lora_name,
+        "media_options": len(message.media_options.fields),
+        "encoder": message.HasField("encoder"),
+        "encoder_cache": len(message.encoder_cache),
+    }
+    for field, value in asked.items():
+        if value:
+            raise UnsupportedFeature(f"{field} is not supported by this engine")
+
+
+def _decode_sampling(message: pb.SamplingParams) -> Sampling:
+    if message.HasField("num_sequences"):
+        if message.num_sequences == 0:
+            raise InvalidRequest("sampling.num_sequences must be at least 1, not 0")
+        if message.num_sequences > 1:
+            raise UnsupportedFeature(
+                f"sampling.num_sequences {message.num_sequences} is not supported by this engine; send 1"
+            )
+    present = _present(message, _SAMPLING_FIELDS)
+    if message.HasField("top_k"):
+        if message.top_k < -1:
+            raise InvalidRequest(f"sampling.top_k must be >= 0 (0 or -1 keeps every token), not {message.top_k}")
+        present["top_k"] = max(message.top_k, 0)
+    return Sampling(**present)
+
+
+def _decode_stopping(message: pb.StoppingOptions) -> Stopping:
+    if len(message.conditions) > MAX_STOP_CONDITIONS:
+        raise InvalidRequest(f"{len(message.conditions)} stop conditions; at most {MAX_STOP_CONDITIONS}")
+    strings: list[str] = []
+    token_ids: list[int] = []
+    for index, condition in enumerate(message.conditions):
+        match condition.WhichOneof("condition"):
+            case "stop_text":
+                strings.append(condition.stop_text)
+            case "stop_token_id":
+                token_ids.append(condition.stop_token_id)
+            case _:
+                raise InvalidRequest(f"stopping.conditions[{index}] has neither stop_text nor stop_token_id")
+    present = _present(message, _STOPPING_FIELDS)
+    return Stopping(stop_strings=tuple(strings), stop_token_ids=tuple(token_ids), **present)
+
+
+def _present(message: pb.SamplingParams | pb.StoppingOptions, names: tuple[str, ...]) -> dict[str, Any]:
+    # Defaults are written in core only, so an absent field is left out rather than filled in.
+    return {name: getattr(message, name) for name in names if message.HasField(name)}  # type: ignore[arg-type]
+
+
+def _decode_media(message: pb.GenerateRequest) -> tuple[MediaItem, ...]:
+    if len(message.media) > MAX_MEDIA_ITEMS:
+        raise InvalidRequest(f"{len(message.media)} media items; at most {MAX_MEDIA_ITEMS}")
+    return tuple(
+        MediaItem(
+            modality=_MODALITIES.get(item.modality, Modality.IMAGE),
+            source=_decode_source(index, item),
+            mime=item.mime_type,
+            uuid=item.uuid,
+        )
+        for index, item in enumerate(message.media)
+    )
+
+
+def _decode_source(index: int, item: pb.MediaItem) -> MediaSource:
+    match item.WhichOneof("source"):
+        case "url":
+            return Url(item.url)
+        case "data_uri":
+            return DataUri(item.data_uri)
+        case "raw_bytes":
+            return RawBytes(item.raw_bytes)
+        case _:
+            raise MediaError(index, "the source is absent: set url, data_uri or raw_bytes")
+
+
+def _decode_extra(message: pb.GenerateRequest) -> bool:
+    """Check the keys of ``extra`` that are known, ignore the others; returns ``detokenize``."""
+    fields = message.extra.fields
+    if "conversation_id" in fields and fields["conversation_id"].WhichOneof("kind") != "string_value":
+        raise InvalidRequest("extra.conversation_id must be a string")
+    if "request_type" in fields and fields["request_type"].string_value != "context_and_generation":
+        raise RoleMismatch("extra.request_type asks for one leg of a request; this engine runs requests whole")
+    if "detokenize" not in fields:
+        return True
+    if fields["detokenize"].WhichOneof("kind") != "bool_value":
+        raise InvalidRequest("extra.detokenize must be a bool")
+    return fields["detokenize"].bool_value
+
+
+def encode_request(request: GenerateRequest) -> pb.GenerateRequest:
+    """Write a request.
+
+    Raises:
+        InvalidRequest: a value does not fit its field (a number too large, text that is not Unicode).
+    """
+    try:
+        return _encode_request(request)
+    except ValueError as error:
+        raise InvalidRequest(f"the request cannot be sent: {error}") from error
+
+
+def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(request_id=request.request_id, model=request.model)
+    if isinstance(request.prompt, str):
+        message.prompt = request.prompt
+    else:
+        message.token_ids.ids.extend(request.prompt)
+    for item in request.media:
+        _encode_media(item, message.media.add())
+    sampling, stopping = request.sampling, request.stopping
+    for name in (*_SAMPLING_FIELDS, "top_k"):
+        if getattr(sampling, name) is not None:
+            setattr(message.sampling, name, getattr(sampling, name))
+    message.sampling.num_sequences = 1
+    for name in _STOPPING_FIELDS:
+        if getattr(stopping, name) is not None:
+            setattr(message.stopping, name, getattr(stopping, name))
+    message.stopping.conditions.extend(pb.StopCondition(stop_text=text) for text in stopping.stop_strings)
+    message.stopping.conditions.extend(pb.StopCondition(stop_token_id=number) for number in stopping.stop_token_ids)
+    message.kv.bypass_prefix_cache = request.cache.bypass_prefix_cache
+    message.kv.cache_salt = request.cache.salt
+    message.extra.fields["detokenize"].bool_value = request.detokenize
+    return message
+
+
+def _encode_media(item: MediaItem, message: pb.MediaItem) -> None:
+    message.modality = _MODALITY_NUMBERS[item.modality]
+    message.mime_type = item.mime
+    message.uuid = item.uuid
+    match item.source:
+        case Url(url):
+            message.url = url
+        case DataUri(uri):
+            message.data_uri = uri
+        case RawBytes(data):
+            message.raw_bytes = data

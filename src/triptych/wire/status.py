@@ -1,0 +1,136 @@
+"""The only translator between errors, gRPC statuses and ``EngineError`` messages.
+
+    before acceptance   TriptychError -> StatusReply  -> the call ends, non-OK
+    after acceptance    TriptychError -> EngineError  -> the last event, then OK
+
+A status says less than an error does (INVALID_ARGUMENT is a wrong request or a wrong role), so a refusal also
+carries its ``EngineError`` in a trailer. Clients that do not know the trailer lose nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from triptych.core.errors import (
+    Cancelled,
+    Code,
+    Draining,
+    DuplicateRequest,
+    Internal,
+    InvalidRequest,
+    MediaError,
+    MediaUnavailable,
+    ModelNotFound,
+    Overloaded,
+    RequestNotFound,
+    RoleMismatch,
+    TriptychError,
+    UnsupportedFeature,
+)
+from triptych.wire.gen import error_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ERROR_TRAILER = "triptych-error-bin"
+MAX_MESSAGE_BYTES = 1024
+"""Status text travels percent-encoded in a header, and clients bound their headers to 8 KiB."""
+
+_STATUS_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+_CLASS_BY_CODE: dict[int, type[TriptychError]] = {
+    Code.INVALID_ARGUMENT: InvalidRequest,
+    Code.UNSUPPORTED_FEATURE: UnsupportedFeature,
+    Code.ROLE_MISMATCH: RoleMismatch,
+    Code.MODEL_NOT_FOUND: ModelNotFound,
+    Code.OVERLOADED: Overloaded,
+    Code.REQUEST_NOT_FOUND: RequestNotFound,
+    Code.DUPLICATE_REQUEST: DuplicateRequest,
+    Code.CANCELLED: Cancelled,
+}
+"""A code that is not here, known or not, is Internal."""
+
+_CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.ALREADY_EXISTS: DuplicateRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedFeature,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAVAILABLE: Draining,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Draining,
+}
+"""For engines that send no trailer, and for statuses that gRPC itself made. The rest is Internal."""
+
+_MEDIA_MESSAGE = re.compile(r"media item (\d{1,9}): (.*)", re.DOTALL)
+
+
+class StatusReply(NamedTuple):
+    """What ends a refused call; the arguments of ``context.abort`` in order."""
+
+    code: grpc.StatusCode
+    message: str
+    trailers: tuple[tuple[str, bytes], ...]
+
+
+def as_typed(error: BaseException) -> TriptychError:
+    """The error itself if it is one of ours; otherwise one that tells a client nothing about our insides."""
+    if isinstance(error, TriptychError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return Cancelled("the engine ended the request")
+    return Internal("the engine met an unexpected error; its log has the details")
+
+
+def to_status(error: TriptychError) -> StatusReply:
+    """How a refused call ends."""
+    trailers = ((ERROR_TRAILER, to_message(error).SerializeToString()),)
+    return StatusReply(_STATUS_BY_NUMBER[error.status], one_line(error), trailers)
+
+
+def from_status(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]) -> TriptychError:
+    """The error that ended a call, as the caller sees it."""
+    for key, value in trailers:
+        if key == ERROR_TRAILER and isinstance(value, bytes):
+            try:
+                sent = error_pb2.EngineError.FromString(value)
+            except DecodeError:
+                break
+            if sent.code == error_pb2.ERROR_CODE_OVERLOADED and code is grpc.StatusCode.UNAVAILABLE:
+                return Draining(sent.message)
+            return from_message(sent)
+    kind = _CLASS_BY_STATUS.get(code, Internal)
+    return kind(message or code.name)
+
+
+def to_message(error: TriptychError) -> error_pb2.EngineError:
+    """The last event of a request that failed after it was accepted."""
+    return error_pb2.EngineError(
+        code=error_pb2.ErrorCode.ValueType(error.code), message=one_line(error), retryable=error.retryable
+    )
+
+
+def from_message(message: error_pb2.EngineError) -> TriptychError:
+    """The nearest class: code and, for media, the item's index and whether a retry may help."""
+    if message.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT:
+        media = _MEDIA_MESSAGE.fullmatch(message.message)
+        if media is not None:
+            kind = MediaUnavailable if message.retryable else MediaError
+            return kind(int(media[1]), media[2])
+    return _CLASS_BY_CODE.get(message.code, Internal)(message.message)
+
+
+def one_line(error: TriptychError) -> str:
+    """The error's message without line breaks, cut to ``MAX_MESSAGE_BYTES`` of UTF-8."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    data = text.encode(errors="replace")
+    if len(data) > MAX_MESSAGE_BYTES:
+        data = data[: MAX_MESSAGE_BYTES - 3] + b"..."
+    return data.decode(errors="ignore")

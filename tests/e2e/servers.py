@@ -1,0 +1,90 @@
+"""Real processes for end-to-end tests: started on free loopback ports, always ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COMMAND = [sys.executable, "-m", "triptych.cli.main"]
+
+
+class Served:
+    """A running ``triptych serve``."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url = ""
+        for line in process.stdout or ():
+            if found := re.search(r"http://\S+", line):
+                self.url = found[0]
+                break
+        if not self.url:
+            raise RuntimeError(f"serve ended early with exit code {process.wait()}")
+
+    def children(self) -> list[int]:
+        """Ids of its child processes."""
+        out = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
+        )
+        return [int(word) for word in out.stdout.split()]
+
+
+@contextmanager
+def serving(model: str = "demo", *flags: str) -> Iterator[Served]:
+    """``triptych serve MODEL`` on a free port."""
+    process = subprocess.Popen(
+        [*COMMAND, "serve", model, "--http", "127.0.0.1:0", *flags], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield Served(process)
+    finally:
+        _end(process, signal.SIGINT)
+
+
+@contextmanager
+def engine(model: str = "demo", *flags: str) -> Iterator[str]:
+    """``triptych engine MODEL`` on a free port; gives its gRPC address."""
+    process = subprocess.Popen(
+        [*COMMAND, "engine", model, "--grpc", "127.0.0.1:0", "--announce", *flags],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in process.stdout or ():
+            said = json.loads(line)
+            if said["event"] == "ready":
+                break
+        else:
+            raise RuntimeError(f"the engine ended early with exit code {process.wait()}")
+        yield said["grpc"]
+    finally:
+        _end(process, signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen[str], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        for pipe in (process.stdout, process.stdin):
+            if pipe is not None:
+                pipe.close()
+
+
+def run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """One ``triptych`` command, to its end."""
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,0 +1,116 @@
+"""Wrong flags and wrong models: one clear line, a non-zero exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+import triptych
+from tests.e2e.drawings import shape_png
+from tests.e2e.servers import run
+
+DEMO = Path(triptych.__file__).parent / "demo_model"
+
+
+def complains(*arguments: str, says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode in (1, 2)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert says in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("engine", "no-such-dir"), "no such directory"),
+        (("engine", "/"), "config.json"),
+        (("engine", "demo", "--role", "wizard"), "aggregated"),
+        (("engine", "demo", "--grpc", "somewhere"), "HOST:PORT"),
+        (("engine", "demo", "--grpc", "127.0.0.1:99999"), "HOST:PORT"),
+        (("engine", "demo", "--kv-cache-bytes", "lots"), "MiB"),
+        (("engine", "demo", "--kv-cache-bytes", "1KiB"), "--kv-cache-bytes"),
+        (("engine", "demo", "--kv-cache-bytes", "1000000GiB"), "--kv-cache-bytes"),
+        (("engine", "demo", "--max-batched-tokens", "0"), "max-batched-tokens"),
+        (("engine", "demo", "--max-running-requests", "many"), "max-running-requests"),
+        (("engine", "demo", "--dtype", "float7"), "float32"),
+        (("engine", "demo", "--device", "toaster"), "cpu"),
+        (("engine", "demo", "--grpc", "0.0.0.0:0"), "allow-plaintext"),
+        (("engine", "demo", "--sparkle"), "sparkle"),
+        (("gateway", "--http", "127.0.0.1:0"), "engine"),
+        (("serve", "demo", "--topology", "e+p+d"), "aggregated"),
+        (("serve", "no-such-dir"), "no such directory"),
+        (("ask", "one-word"), "question"),
+        (("ask", "no-such.png", "what is it?"), "no-such.png"),
+        (("frobnicate",), "frobnicate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_words(arguments: tuple[str, ...], says: str) -> None:
+    complains(*arguments, says=says)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        complains("engine", "demo", "--grpc", address, says=address)
+        complains("engine", "demo", "--grpc", "127.0.0.1:0", "--metrics", address, says=address)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(DEMO, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_unknown_architecture_lists_what_is_supported(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["architectures"] = ["GrandModelForEverything"]
+    (copy / "config.json").write_text(json.dumps(config))
+    complains("engine", str(copy), "--grpc", "127.0.0.1:0", says="Qwen3VLForConditionalGeneration")
+
+
+def test_missing_weights_are_named(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    complains("engine", str(copy), "--grpc", "127.0.0.1:0", says="safetensors")
+
+
+def test_a_deeper_config_than_the_weights_names_a_tensor(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] += 1
+    (copy / "config.json").write_text(json.dumps(config))
+    complains("engine", str(copy), "--grpc", "127.0.0.1:0", says="model.language_model.layers.")
+
+
+def test_a_tokenizer_without_the_special_tokens_names_them(copy: Path) -> None:
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<|image_pad|>"]
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    complains("engine", str(copy), "--grpc", "127.0.0.1:0", says="<|image_pad|>")
+
+
+def test_ask_answers(tmp_path: Path) -> None:
+    picture = tmp_path / "circle.png"
+    picture.write_bytes(shape_png("circle", "red"))
+    done = run("ask", str(picture), "what colour is the circle?")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "red"
+
+
+def test_a_broken_picture_names_the_item(tmp_path: Path) -> None:
+    picture = tmp_path / "broken.png"
+    picture.write_bytes(b"not a picture")
+    complains("ask", str(picture), "what is it?", says="media item 0")
+
+
+@pytest.mark.parametrize("command", ["engine", "gateway", "serve", "ask", "doctor"])
+def test_every_command_explains_itself(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "triptych" in done.stdout
