@@ -74,7 +74,9 @@ def show(client: httpx.Client, example: dict) -> bool:
     begin = min(span["start"] for span in spans)
     table = Table("stage", "from (ms)", "took (ms)", box=None, padding=(0, 2))
     for span in spans:
-        table.add_row(span["name"], f"{1000 * (span['start'] - begin):.1f}", f"{1000 * (span['end'] - span['start']):.1f}")
+        table.add_row(
+            span["name"], f"{1000 * (span['start'] - begin):.1f}", f"{1000 * (span['end'] - span['start']):.1f}"
+        )
     console.print(table, "")
     return asked.answer != example["answer"]
 

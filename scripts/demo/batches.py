@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from .phrases import CHAT, NO_PICTURE, SYSTEMS
 from .questions import Asker, Turn
 from .rows import Row, RowBuilder, Speller, stack
 from .scenes import digit_scene, mosaic_scene, multi_scene, single_scene
-from .world import Scene
+
+if TYPE_CHECKING:
+    from .world import Scene
 
 
 class Drawn(NamedTuple):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import Qwen3VLForConditionalGeneration
 
 from .fast_model import grid_tables, read, see, text_angles
+
+if TYPE_CHECKING:
+    from transformers import Qwen3VLForConditionalGeneration
 
 
 @torch.no_grad()

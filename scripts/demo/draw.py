@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from .digits import digit_ink
-from .world import Scene, Thing
+
+if TYPE_CHECKING:
+    from .world import Scene, Thing
 
 PATCH = 16
 MERGE = 2
@@ -48,7 +51,7 @@ def corners(thing: Thing, width: int, height: int) -> list[tuple[float, float]]:
     if thing.angle:
         a = np.deg2rad(thing.angle)
         points = points @ np.array([(np.cos(a), np.sin(a)), (-np.sin(a), np.cos(a))])
-    points = points + (thing.x * width, thing.y * height)
+    points += np.array((thing.x * width, thing.y * height))
     return [(x, y) for x, y in points.tolist()]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL import Image
 
 from .batches import Batch, Drawn, ask_one, ask_two, assemble, picture
@@ -13,8 +13,12 @@ from .digits import HELD_OUT_DIGITS
 from .draw import SQUARE, draw, to_grid
 from .easy import EasyQuestion, test_questions
 from .questions import Asker, Turn
-from .rows import RowBuilder
 from .scenes import digit_scene, multi_scene, single_scene
+
+if TYPE_CHECKING:
+    import torch
+
+    from .rows import RowBuilder
 
 EXAM_SEED = 9_000_001
 ROWS_PER_BATCH = 24
@@ -79,5 +83,3 @@ def score(batches: list[Batch], right_tokens: list[torch.Tensor]) -> dict[str, t
 def in_words(scores: dict[str, tuple[int, int]]) -> str:
     """One line of percentages."""
     return "  ".join(f"{kind} {100 * right / asked:.0f}" for kind, (right, asked) in scores.items())
-
-

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3VLForConditionalGeneration
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import Qwen3VLForConditionalGeneration
 
 
 def export(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:

@@ -8,13 +8,15 @@ mask. `test_against_transformers` in `check.py` holds it to the original.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen3VLForConditionalGeneration
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+if TYPE_CHECKING:
+    from transformers import Qwen3VLForConditionalGeneration
 
 
 class Seen(NamedTuple):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .fast_model import Seen
 from .labels import COLOUR_NAMES, COUNTS, IGNORE, NAMES, TOKEN_HEADS
+
+if TYPE_CHECKING:
+    from .fast_model import Seen
 
 WHOLE_HEADS = (COUNTS, len(COLOUR_NAMES) - 1)
 PRESENT = len(NAMES) - 1 + len(COLOUR_NAMES) - 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from .model_files import model_config, special_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def fresh_model(folder: Path, seed: int) -> Qwen3VLForConditionalGeneration:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import Qwen3VLConfig
 
 from . import tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VOCABULARY = 1280
 WIDTH = 128

@@ -199,7 +199,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
         f"which {PICTURE} (shows|contains|has) {{a}}",
         f"in which {PICTURE} (is|do you see|can you see) {{a}}",
         f"which {PICTURE} is {{a}} in",
-        f"which (one|of the pictures|of the images|of the two|of the two pictures) (shows|contains|has) {{a}}",
+        "which (one|of the pictures|of the images|of the two|of the two pictures) (shows|contains|has) {a}",
         f"which {PICTURE} shows {{the}}",
         f"in which {PICTURE} (is|do you see) {{the}}",
     ),
@@ -245,7 +245,10 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
 
 CHAT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("hello", "hi", "hey", "hello there", "hi there", "good morning", "good evening"), "hello! show me a picture"),
-    (("who are you", "what are you", "what is your name", "who is this", "tell me about yourself"), "a small demo model"),
+    (
+        ("who are you", "what are you", "what is your name", "who is this", "tell me about yourself"),
+        "a small demo model",
+    ),
     (
         ("what can you do", "help", "how can you help me", "what can i ask", "what can i ask you", "what do you know"),
         "i answer questions about shapes, colours and digits in pictures",

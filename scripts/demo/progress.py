@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
 
 LINE_EVERY = 100
 
@@ -50,5 +53,5 @@ class Reporter:
         """Say a line and log it."""
         self.log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self.log.flush()
-        (self.bar.console.print if self.bar else print)(text)  # noqa: T201
+        (self.bar.console.print if self.bar else print)(text)
         sys.stdout.flush()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from .easy import train_questions
 from .phrases import sentences
 from .world import COLOURS, PLACES, PLURALS, SHAPES, Scene, Thing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
 
 COLOUR_NAMES = tuple(COLOURS)
 IMPERATIVES = ("name", "tell", "say", "describe", "count", "read", "write", "give", "caption", "please")
@@ -33,7 +36,7 @@ class Asker:
         self.rng = rng
         self.held_out = held_out
 
-    def choose(self, options: tuple | list):  # noqa: ANN201 - the element's own type
+    def choose(self, options: tuple | list):
         """One of the options."""
         return options[int(self.rng.integers(len(options)))]
 
@@ -64,7 +67,11 @@ class Asker:
         if draw[1] < 0.1:
             text = text.replace("gray", "grey")
         if draw[3] < 0.02:
-            text = "please " + text[0].lower() + text[1:] if mark == "." and not text.lower().startswith("please") else text
+            text = (
+                "please " + text[0].lower() + text[1:]
+                if mark == "." and not text.lower().startswith("please")
+                else text
+            )
         return text + ("" if draw[2] < 0.2 else mark)
 
     # -- one scene ---------------------------------------------------------------------------------
@@ -88,7 +95,9 @@ class Asker:
         if thing is None:
             return self.colour_of(scene)
         if thing.is_digit:
-            return Turn("colour", self.punctuate(f"what colour is the {self.choose(('digit', 'number'))}"), thing.colour)
+            wordings = ("what {} is the digit", "what {} is the number", "what {} is it", "what is the {} of the digit")
+            text = self.choose(wordings).format(self.choose(("colour", "color")))
+            return Turn("colour", self.punctuate(text), thing.colour)
         return self.turn("colour", thing.colour, shape=thing.name)
 
     def colour_of(self, scene: Scene) -> Turn | None:
@@ -124,7 +133,7 @@ class Asker:
             ground = f" on a {scene.ground_colour} background" if scene.ground_colour else ""
             return self.turn("describe", thing.phrase + place + ground)
         ordered = sorted(scene.things, key=lambda t: t.x)
-        if len(ordered) > 3 or min(b.x - a.x for a, b in zip(ordered, ordered[1:], strict=False)) < 0.08:
+        if len(ordered) > 3 or min(b.x - a.x for a, b in itertools.pairwise(ordered)) < 0.08:
             return None
         head = ", ".join(t.phrase for t in ordered[:-1])
         return self.turn("describe", f"{head} and {ordered[-1].phrase}")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from .questions import Turn
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .questions import Turn
 
 IGNORE = -100
 

@@ -75,7 +75,9 @@ def single_scene(rng: np.random.Generator) -> Scene:
     ground, name = random_ground(rng)
     reach = float(rng.uniform(0.09, 0.3)) if rng.random() < 0.7 else float(rng.uniform(0.25, 0.46))
     x, y = (
-        (rng.uniform(0.05, 0.29, 2) + rng.integers(0, 3, 2) / 3) if rng.random() < 0.7 else rng.uniform(reach, 1 - reach, 2)
+        (rng.uniform(0.05, 0.29, 2) + rng.integers(0, 3, 2) / 3)
+        if rng.random() < 0.7
+        else rng.uniform(reach, 1 - reach, 2)
     )
     low, high = reach * 0.9, 1 - reach * 0.9
     x, y = (float(np.clip(v, low, high)) for v in (x, y))
@@ -126,7 +128,7 @@ def mosaic_scene(rng: np.random.Generator, digits: float) -> Scene:
     side = int(rng.integers(2, 5))
     things = []
     for cell in rng.permutation(side * side):
-        if rng.random() < 0.12:
+        if things and rng.random() < 0.12:
             continue
         reach = float(rng.uniform(0.28, 0.47)) / side
         slack = 0.48 / side - reach

@@ -9,7 +9,7 @@ LENGTH = 112
 """Tokens per row of conversation."""
 
 LOOK_STEPS = 3500
-READ_STEPS = 18500
+READ_STEPS = 22000
 LOOK_PICTURES = 48
 SINGLE_ROWS = 22
 PAIR_ROWS = 5
@@ -71,7 +71,17 @@ PAIR_KINDS = {
     "same colour": 0.4,
     "pictures": 0.1,
 }
-LATE = ("is there", "is there not", "is it", "is it coloured", "is it digit", "is side", "easy", "same shape", "same colour")
+LATE = (
+    "is there",
+    "is there not",
+    "is it",
+    "is it coloured",
+    "is it digit",
+    "is side",
+    "easy",
+    "same shape",
+    "same colour",
+)
 """Kinds that come in slowly, from a fifth of their weight to all of it, as facts are learned first."""
 LATE_UNTIL = 0.15
 

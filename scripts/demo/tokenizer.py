@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import product
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from .phrases import CHAT, HELD_OUT, NO_PICTURE, SYSTEMS, TRAINED, expand
 from .world import COLOURS, PLACES, PLURALS, SHAPES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SPECIAL = (
     "<|endoftext|>",
@@ -46,7 +49,9 @@ SPARE = """
 system user assistant small large big above below under over next between both more fewer many few not none nothing
 zero one two three four five six seven eight nine ten photo drawing drawn colored coloured colours colors type identify
 could would should can please i me my it's what's circle's here there these those them they near far corner middle edge
-upper lower empty full filled line dot ring oval moon sun house tree face cat dog car because and or if then
+a an the one on at upper lower empty full filled line dot ring oval moon sun house tree face cat dog car because
+and or if then
+digit shape object objects things first second left right background yes no
 """
 """Words that cost a row each and may be wanted when the model is trained further."""
 SPLIT = (
@@ -60,7 +65,6 @@ def vocabulary() -> list[str]:
     texts = [NO_PICTURE, *SYSTEMS, *COLOURS, *PLACES, *SHAPES, *PLURALS.values(), "grey", "gray", "center"]
     texts += [s for wordings in (*TRAINED.values(), *HELD_OUT.values()) for w in wordings for s in expand(w)]
     texts += [text for questions, answer in CHAT for text in (*questions, answer)]
-    texts += "a an the one digit shape object things objects first second left right on at and background yes no".split()
     texts += SPARE.split()
     words = {w.strip("?.,!") for text in texts for w in text.split() if "{" not in w}
     return sorted(w for w in words if w)

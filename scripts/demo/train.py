@@ -6,14 +6,13 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import Qwen3VLForConditionalGeneration
 
 from . import model_files, schedule
 from .batches import Batch, BatchMaker
@@ -27,6 +26,11 @@ from .muon import Muon
 from .paths import CHECKPOINTS, MODEL
 from .progress import Reporter
 from .rows import Speller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import Qwen3VLForConditionalGeneration
 
 SAVE_EVERY_S = 180
 EXAM_EVERY_S = 480
@@ -100,16 +104,12 @@ class Trainer:
     def examine(self, batches: list[Batch]) -> str:
         """Held-out exact match per kind in one line; the tower's own scores while it only looks."""
         if self.step <= schedule.LOOK_STEPS:
-            shares = []
-            for batch in batches:
-                if not batch.rows[0].turns[0].kind.startswith("easy"):
-                    shares.append(self.heads.scores(self.forward(batch)[0], torch.from_numpy(batch.tokens)))
+            drawn = [b for b in batches if not b.rows[0].turns[0].kind.startswith("easy")]
+            shares = [self.heads.scores(self.forward(b)[0], torch.from_numpy(b.tokens)) for b in drawn]
             kinds = ("single", "multi", "digit", "pairs")
             lines = [np.nanmean(shares[i :: len(kinds)], 0) for i in range(len(kinds))]
             return "  ".join(f"{k} {' '.join(f'{100 * v:.0f}' for v in s)}" for k, s in zip(kinds, lines, strict=True))
-        right = []
-        for batch in batches:
-            right.append(self.forward(batch)[1].argmax(-1) == torch.from_numpy(batch.text["tokens"]))
+        right = [self.forward(b)[1].argmax(-1) == torch.from_numpy(b.text["tokens"]) for b in batches]
         return in_words(score(batches, right))
 
     def save(self, path: Path) -> None:
@@ -151,7 +151,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=MODEL, help="the model folder that is written")
     parser.add_argument("--steps", type=int, default=schedule.LOOK_STEPS + schedule.READ_STEPS, help="stop after these")
     parser.add_argument("--export-every", type=float, default=25, help="minutes between exports of the weights")
-    parser.add_argument("--compile", action="store_true", help="compile the forward pass (a fifth faster, needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the forward pass (a fifth faster, needs a C++ compiler)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.drawings import data_uri, shape_png
 from tests.e2e.servers import serving
+from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +90,9 @@ def test_two_pictures_of_one_size_and_one_text_differ(client: openai.OpenAI) -> 
 
 
 def test_text_only(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hello"}], temperature=0)
+    answer = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "hello"}], temperature=0
+    )
     assert answer.choices[0].message.content
 
 
@@ -120,7 +124,10 @@ BAD_BODIES = {
         b'[{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]}',
         "URL",
     ),
-    "too long": (b'{"model": "demo", "messages": [{"role": "user", "content": "' + b"shape " * 20000 + b'"}]}', "tokens"),
+    "too long": (
+        b'{"model": "demo", "messages": [{"role": "user", "content": "' + b"shape " * 20000 + b'"}]}',
+        "tokens",
+    ),
 }
 
 
@@ -162,12 +169,19 @@ def test_a_client_that_leaves_frees_the_engine(served: Served) -> None:
     with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
         next(response.iter_lines())
+    engine = httpx.get(f"{served.url}/health").json()["engines"][0]["address"]
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if httpx.get(f"{served.url}/health").json()["engines"][0]["running_requests"] == 0:
-            return
+    while asyncio.run(running_requests(engine)):
+        assert time.monotonic() < deadline, "the request is still running"
         time.sleep(0.05)
-    pytest.fail("the request is still running")
+
+
+async def running_requests(address: str) -> int:
+    channel = EngineChannel(address)
+    try:
+        return (await channel.get_load()).running_requests
+    finally:
+        await channel.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

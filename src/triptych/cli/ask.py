@@ -83,7 +83,7 @@ async def ask_once(loaded: LoadedModel, options: EngineOptions, pictures: list[b
     """
     model = loaded.frontend.model
     items = tuple(MediaItem(Modality.IMAGE, RawBytes(picture)) for picture in pictures)
-    template = ChatTemplate(loaded.directory, loaded.frontend.tokenizer)
+    template = ChatTemplate.load(loaded.directory, loaded.frontend.tokenizer)
     prompt = template.render([ChatMessage("user", (*items, question))], max_tokens=model.max_context)
     request = GenerateRequest(
         request_id=uuid.uuid4().hex,

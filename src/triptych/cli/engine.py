@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from triptych.cli.assemble import LoadedModel, aggregated, load
 from triptych.cli.flags import DEMO, model_directory, split_address
 from triptych.cli.progress import loading_bar
-from triptych.core.errors import StartupError
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import serve_role
 
@@ -87,7 +87,8 @@ async def _serve(
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, None)
         if metrics is not None:
-            cleanup.push_async_callback(await serve_metrics(role, *split_address(metrics)))
+            exposition = await serve_metrics(role, *split_address(metrics))
+            cleanup.push_async_callback(exposition.stop)
         if announce:
             _say(event="ready", grpc=server.address, model=role.model.served_name)
             _stop_with_parent(loop, stop)
@@ -121,26 +122,9 @@ def _announce_progress() -> Callable[[int, int], None]:
 
 def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would hold up the interpreter's end
+            pass
         with suppress(RuntimeError):  # the loop may be closed already
             loop.call_soon_threadsafe(stop.set)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that torch does not have.
-
-    Raises:
-        StartupError: naming the flag.
-    """
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise StartupError(f"--device {device!r} is not a device: use cpu, cuda or cuda:N") from error
-    if kind not in ("cpu", "cuda"):
-        raise StartupError(f"--device {device!r} is not supported: use cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"--device {device}: this machine's torch sees no CUDA device; use --device cpu")

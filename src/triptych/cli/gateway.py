@@ -7,6 +7,9 @@ import signal
 from contextlib import AsyncExitStack
 
 from triptych.cli.flags import split_address
+from triptych.gateway.app import Gateway
+from triptych.gateway.server import serve
+from triptych.wire.channel import EngineChannel
 
 
 def run(engines: list[str], http: str) -> int:
@@ -24,3 +27,13 @@ async def _serve(engines: list[str], http: str) -> int:
         print(f"The gateway is ready: {url}\nCtrl-C ends it.", flush=True)
         await stop.wait()
     return 0
+
+
+async def open_gateway(cleanup: AsyncExitStack, engines: list[str], host: str, port: int) -> str:
+    """Serve a gateway until ``cleanup`` is closed; returns its URL.
+
+    Raises:
+        StartupError: the address cannot be had.
+    """
+    gateway = await cleanup.enter_async_context(Gateway([EngineChannel(engine) for engine in engines]))
+    return await cleanup.enter_async_context(serve(gateway.app, host, port))

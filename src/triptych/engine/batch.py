@@ -87,7 +87,10 @@ class BatchBuilder:
         self._delta = np.zeros(lines, np.int64)
 
     def start(self, request: Request) -> None:
-        """Make room for a request. At most ``max_running_requests`` have state: who was preempted runs before new ones."""
+        """Make room for a request.
+
+        At most ``max_running_requests`` have state: those that were preempted run again before new ones start.
+        """
         line = self._free.pop()
         length = len(request.plan)
         limit = request.stopping.max_tokens

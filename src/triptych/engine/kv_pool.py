@@ -62,7 +62,7 @@ def allocate(spec: TextSpec, num_blocks: int, block_size: int) -> KvCache:
     Raises:
         StartupError: the memory could not be had; names the flag.
     """
-    shape = (num_blocks, block_size, spec.kv_heads, spec.head_size)
+    shape = (num_blocks, spec.kv_heads, block_size, spec.head_size)
 
     def layers() -> tuple[torch.Tensor, ...]:
         return tuple(torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.layers))

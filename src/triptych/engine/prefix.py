@@ -32,7 +32,7 @@ _STRETCH = struct.Struct("<III32s")
 def chain_seed(salt: str, adapter: bytes = b"") -> bytes:
     """The parent of a first block: 32 bytes over length-prefixed fields."""
     hasher = blake3()
-    for field in (DOMAIN, adapter, salt.encode()):
+    for field in (DOMAIN, adapter, salt.encode(errors="surrogatepass")):
         hasher.update(_FIELD.pack(len(field)))
         hasher.update(field)
     return hasher.digest()

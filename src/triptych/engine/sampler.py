@@ -121,16 +121,16 @@ class Draw(NamedTuple):
     """One wanted token."""
 
     chooser: Chooser
-    index: int
+    at: int
     """Index of the new token in the whole sequence, prompt included."""
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """One token for each row of ``logits`` [R, vocab] float32, which is changed; None where a row is not finite."""
     chosen = _best(logits)
-    adjusted = [row for row, draw in enumerate(draws) if chosen[row] is not None and draw.chooser.adjusts(draw.index)]
+    adjusted = [row for row, draw in enumerate(draws) if chosen[row] is not None and draw.chooser.adjusts(draw.at)]
     for row in adjusted:
-        draws[row].chooser.adjust(logits[row], draws[row].index)
+        draws[row].chooser.adjust(logits[row], draws[row].at)
     if adjusted:
         for row, token in zip(adjusted, _best(logits[adjusted]), strict=True):
             chosen[row] = token
@@ -176,7 +176,7 @@ def _sample(logits: torch.Tensor, draws: Sequence[Draw], kind: _Filter) -> list[
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
     options = [draw.chooser.sampling for draw in draws]
-    numbers = column([uniform(draw.chooser.seed, draw.index) for draw in draws])
+    numbers = column([uniform(draw.chooser.seed, draw.at) for draw in draws])
     top_p = column([option.top_p if option.top_p < 1 else math.inf for option in options])
     # Against the maximum first: neither a tiny temperature nor a huge logit overflows. The best weight is 1.
     shifted = (logits - logits.max(dim=1, keepdim=True).values).double()
@@ -215,7 +215,7 @@ def _largest(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _nucleus(weights: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
-    """Zero all but the smallest set of likeliest tokens that reaches ``top_p`` of ``mass`` (default: of the weights)."""
+    """Zero all but the smallest set of likeliest tokens that reaches ``top_p`` of ``mass`` (None: of all weights)."""
     ordered = weights.sort(dim=1, descending=True, stable=True)
     cumulative = ordered.values.cumsum(dim=1)
     whole = cumulative[:, -1:] if mass is None else mass

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from triptych.core.errors import DuplicateRequest, IntegrityError, Internal, InvalidRequest, Overloaded, PromptTooLong
 from triptych.core.events import Failed, Finished, FinishReason, Tokens
+from triptych.core.load import Load
 from triptych.core.step import StepPlan, TokenSlice
 from triptych.engine.encoding import EncodePass, Selection
 from triptych.engine.roster import Roster
 from triptych.engine.sequence import Sequence
-from triptych.engine.statistics import SchedulerLoad, SchedulerStatistics
+from triptych.engine.statistics import SchedulerStatistics
 
 if TYPE_CHECKING:
     from triptych.core.config import SchedulerConfig
@@ -104,21 +105,29 @@ class Scheduler:
                     f"{config.encoder_cache_bytes}; raise --encoder-cache-bytes or send a smaller item"
                 )
 
+    def check_queue(self, arriving: int) -> None:
+        """Refuse one more request when the queue, with ``arriving`` others on their way to it, is full.
+
+        Reads a counter only: safe from any thread.
+
+        Raises:
+            Overloaded: retry later.
+        """
+        waiting = len(self._roster.waiting) + arriving
+        if waiting >= self._config.max_waiting_requests:
+            raise Overloaded(f"{waiting} requests are waiting (--max-waiting-requests); retry later")
+
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. Whoever takes requests from outside asks ``check_queue`` first.
 
         Raises:
             DuplicateRequest: a live request has the id.
-            Overloaded: the queue is full.
             PromptTooLong: see ``check``.
             InvalidRequest: see ``check``.
         """
         self.check(request)
-        waiting = len(self._roster.waiting)
         if self._roster.find(request.request_id) is not None:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
-        if waiting >= self._config.max_waiting_requests:
-            raise Overloaded(f"{waiting} requests are waiting (--max-waiting-requests); retry later")
         self._roster.enqueue(Sequence(request, self._context, self._config.block_size))
         self._counts["accepted"] += 1
 
@@ -282,7 +291,7 @@ class Scheduler:
     def _apply_encode(
         self, plan: StepPlan, result: StepResult, planned_at: float, failures: dict[str, TriptychError]
     ) -> set[str]:
-        """Settle every reservation of the step; owners and followers of a lost key join ``failures`` and are returned."""
+        """Settle every reservation of the step. Owners and followers of a lost key join ``failures``; returns them."""
         lost = set()
         stored = set(result.encoded)
         for task in plan.encode:
@@ -328,12 +337,12 @@ class Scheduler:
 
     # -- views ---------------------------------------------------------------------------------
 
-    def load(self) -> SchedulerLoad:
+    def load(self) -> Load:
         """How busy it is. Reads counters only: safe from any thread."""
         roster = self._roster
-        return SchedulerLoad(
+        return Load(
             running_requests=len(roster.running),
-            waiting_requests=len(roster.waiting),
+            queued_requests=len(roster.waiting),
             used_blocks=roster.pool.held,
             total_blocks=roster.pool.total,
             running_tokens=roster.running_tokens,

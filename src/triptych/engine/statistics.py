@@ -1,4 +1,4 @@
-"""Snapshots of the scheduler: how busy it is, and what it has done."""
+"""A snapshot of what the scheduler has done."""
 
 from __future__ import annotations
 
@@ -8,24 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triptych.engine.blocks import BlockStatistics
     from triptych.engine.encoder_cache import EncoderCacheStatistics
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """How busy the scheduler is, at most one step old."""
-
-    running_requests: int
-    waiting_requests: int
-    used_blocks: int
-    """Held by live requests; reclaimable blocks do not count."""
-    total_blocks: int
-    running_tokens: int
-    """Tokens whose KV running requests hold."""
-    waiting_tokens: int
-    """Known tokens of waiting requests, all of them still to be computed or found."""
-    prefill_batch: int
-    """Requests of the latest step that were still computing their prompt."""
-    decode_batch: int
 
 
 @dataclass(frozen=True, slots=True)

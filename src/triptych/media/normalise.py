@@ -35,7 +35,7 @@ def to_rgb(image: Image.Image) -> npt.NDArray[np.uint8]:
     """Pixels [height, width, 3] of a loaded image.
 
     Raises:
-        ValueError: the colour model has no defined way to RGB, or float samples are not finite.
+        ValueError: samples are not finite, or Pillow knows no way from the colour model to RGB.
     """
     orientation = _orientation(image)
     flat = _flatten(image)

@@ -1,8 +1,8 @@
 """Causal attention over the paged KV cache.
 
-A step is planned once (:class:`AttentionPlan`: which blocks to gather, which columns to hide) and the
-plan serves every layer. Single tokens are one batched call; each longer slice is a call of its own:
-over its own keys where it is the whole context, over the gathered context where tokens came before it.
+A step is planned once (:class:`AttentionPlan`: which blocks to gather, which columns to hide) and the plan
+serves every layer. Single tokens of sequences of like lengths share a call; each longer slice is a call of its
+own: over its own keys where it is the whole context, over the gathered context where tokens came before it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,41 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from triptych.models.contract import KvCache, PackedBatch
 
-_PADDING_ALLOWED = 1.25
-"""Gathered columns over used ones, beyond which singles of unlike lengths are no longer one call."""
-_FEWEST_COLUMNS = 4096
-"""Columns of a call of singles below which splitting costs more than it saves."""
+_WORKSPACE_BYTES = 4 * 1024 * 1024
+"""Keys gathered for one call of singles; a longer sequence has a call to itself."""
+_CALL_COLUMNS = 256
+"""Columns of padding that cost as much as one call more."""
+
+
+class Workspace:
+    """Memory for gathered blocks, kept over layers and steps: touching fresh pages costs more than the copy.
+
+    One per model; a step uses it and leaves nothing in it.
+    """
+
+    def __init__(self) -> None:
+        self._keys = torch.empty(0)
+        self._values = torch.empty(0)
+
+    def reserve(self, elements: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two flat tensors of at least this many elements, of ``like``'s type and device."""
+        if self._keys.numel() < elements or self._keys.dtype != like.dtype or self._keys.device != like.device:
+            self._keys = torch.empty(elements, dtype=like.dtype, device=like.device)
+            self._values = torch.empty_like(self._keys)
+        return self._keys, self._values
 
 
 class _Singles(NamedTuple):
     """Some single-token sequences that attend in one call; N of them, W blocks each."""
 
-    members: torch.Tensor | None
-    """[N] packed indices, or None: the first N."""
-    count: int
+    members: slice | torch.Tensor
+    """Packed indices: a stretch, or [N]."""
+    sequences: int
+    """N."""
     rows: torch.Tensor
     """[N * kv_heads * W] rows of the cache seen as [num_blocks * kv_heads, block_size * head_size]."""
     hidden: torch.Tensor
@@ -48,14 +69,18 @@ class _Slice(NamedTuple):
 class AttentionPlan:
     """One step's reads and writes of the cache. Belongs to the device of the batch."""
 
-    def __init__(self, batch: PackedBatch, kv: KvCache, dtype: torch.dtype) -> None:
+    def __init__(self, batch: PackedBatch, kv: KvCache, workspace: Workspace) -> None:
         self._kv = kv
         _, self._kv_heads, self._block_size, self._head_size = kv.keys[0].shape
-        self._dtype = dtype
+        self._dtype = kv.keys[0].dtype
         self._heads_at = torch.arange(self._kv_heads, device=batch.slots.device)
         self._writes = self._rows_of_slots(batch.slots)
         self._singles = self._plan_singles(batch)
         self._slices = [self._plan_slice(batch, s) for s in range(batch.singles, len(batch.contexts))]
+        gathers = [len(group.rows) for group in self._singles]
+        gathers += [len(piece.rows) for piece in self._slices if piece.rows is not None]
+        elements = max(gathers, default=0) * self._block_size * self._head_size
+        self._keys, self._values = workspace.reserve(elements, kv.keys[0])
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's keys and values, each [T, kv_heads, head_size], to their slots."""
@@ -76,41 +101,43 @@ class AttentionPlan:
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in self._singles:
-            picked = queries[: group.count] if group.members is None else queries.index_select(0, group.members)
-            # the heads that share a KV head are the rows of one product: [N, kv_heads, group, head_size]
-            grouped = picked.unflatten(1, (self._kv_heads, -1))
+            at = group.members
+            picked = queries[at] if isinstance(at, slice) else queries.index_select(0, at)
             result = scaled_dot_product_attention(
-                grouped,
-                self._gather(self._kv.keys[layer], group.rows, group.count),
-                self._gather(self._kv.values[layer], group.rows, group.count),
+                # the heads that share a KV head are the rows of one product: [N, kv_heads, group, head_size]
+                picked.unflatten(1, (self._kv_heads, -1)),
+                self._gather(self._kv.keys[layer], group.rows, group.sequences, self._keys),
+                self._gather(self._kv.values[layer], group.rows, group.sequences, self._values),
                 attn_mask=group.hidden,
             ).flatten(1, 2)
-            if group.members is None:
-                out[: group.count] = result
+            if isinstance(at, slice):
+                out[at] = result
             else:
-                out.index_copy_(0, group.members, result)
+                out.index_copy_(0, at, result)
         for piece in self._slices:
-            at = slice(piece.start, piece.end)
+            stretch = slice(piece.start, piece.end)
             if piece.rows is None:
-                past_keys, past_values = keys[at].transpose(0, 1)[None], values[at].transpose(0, 1)[None]
+                all_keys, all_values = keys[stretch].transpose(0, 1)[None], values[stretch].transpose(0, 1)[None]
             else:
-                past_keys = self._gather(self._kv.keys[layer], piece.rows, 1)[:, :, : piece.context]
-                past_values = self._gather(self._kv.values[layer], piece.rows, 1)[:, :, : piece.context]
+                all_keys = self._gather(self._kv.keys[layer], piece.rows, 1, self._keys)[:, :, : piece.context]
+                all_values = self._gather(self._kv.values[layer], piece.rows, 1, self._values)[:, :, : piece.context]
             result = scaled_dot_product_attention(
-                queries[at].transpose(0, 1)[None],
-                past_keys,
-                past_values,
+                queries[stretch].transpose(0, 1)[None],
+                all_keys,
+                all_values,
                 attn_mask=piece.seen,
                 is_causal=piece.rows is None,
                 enable_gqa=queries.shape[1] != self._kv_heads,
             )
-            out[at] = result[0].transpose(0, 1)
+            out[stretch] = result[0].transpose(0, 1)
         return out.flatten(1)
 
-    def _gather(self, cache: torch.Tensor, rows: torch.Tensor, sequences: int) -> torch.Tensor:
-        """[sequences, kv_heads, W * block_size, head_size]."""
-        flat = cache.view(-1, self._block_size * self._head_size)
-        return flat.index_select(0, rows).view(sequences, self._kv_heads, -1, self._head_size)
+    def _gather(self, cache: torch.Tensor, rows: torch.Tensor, sequences: int, into: torch.Tensor) -> torch.Tensor:
+        """[sequences, kv_heads, W * block_size, head_size], in the workspace until the next gather."""
+        width = self._block_size * self._head_size
+        out = into[: len(rows) * width].view(-1, width)
+        torch.index_select(cache.view(-1, width), 0, rows, out=out)
+        return out.view(sequences, self._kv_heads, -1, self._head_size)
 
     def _rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows of the cache seen as [num_blocks * kv_heads * block_size, head_size], token by token, head by head."""
@@ -126,20 +153,19 @@ class AttentionPlan:
         return -(-context // self._block_size)
 
     def _plan_singles(self, batch: PackedBatch) -> list[_Singles]:
-        if not batch.singles:
-            return []
         contexts = batch.contexts[: batch.singles]
-        groups = _group_by_length([self._width(context) * self._block_size for context in contexts])
-        if len(groups) == 1:
-            return [self._single_group(batch.block_tables[: batch.singles], contexts, None)]
+        column_bytes = self._kv_heads * self._head_size * self._dtype.itemsize
         plans = []
-        for group in groups:
-            members = torch.tensor(group, device=batch.slots.device)
-            tables = batch.block_tables.index_select(0, members)
-            plans.append(self._single_group(tables, tuple(contexts[s] for s in group), members))
+        for group in group_by_length(contexts, most_columns=_WORKSPACE_BYTES // column_bytes):
+            members: slice | torch.Tensor = slice(group[0], group[-1] + 1)
+            tables = batch.block_tables[members]
+            if group != list(range(group[0], group[-1] + 1)):
+                members = torch.tensor(group, device=batch.slots.device)
+                tables = batch.block_tables.index_select(0, members)
+            plans.append(self._single_group(tables, [contexts[s] for s in group], members))
         return plans
 
-    def _single_group(self, tables: torch.Tensor, contexts: tuple[int, ...], members: torch.Tensor | None) -> _Singles:
+    def _single_group(self, tables: torch.Tensor, contexts: list[int], members: slice | torch.Tensor) -> _Singles:
         width = self._width(max(contexts))
         columns = torch.arange(width * self._block_size, device=tables.device)
         lengths = torch.tensor(contexts, device=tables.device)[:, None]
@@ -159,21 +185,22 @@ class AttentionPlan:
         return _Slice(start, end, context, rows, seen)
 
 
-def _group_by_length(columns: list[int]) -> list[list[int]]:
-    """Split sequences so that padding to the longest of each group stays a small share. Sorted inside a group."""
-    everyone = list(range(len(columns)))
-    if len(columns) * max(columns) <= max(_FEWEST_COLUMNS, _PADDING_ALLOWED * sum(columns)):
-        return [everyone]
+def group_by_length(contexts: Sequence[int], most_columns: int) -> list[list[int]]:
+    """Split sequences into calls, each padded to its longest.
+
+    A call holds at most ``most_columns`` columns, or one sequence, and no sequence in it wastes more than a call
+    of its own would cost. In order of length where lengths differ by that much, else as they come.
+    """
+    order = list(range(len(contexts)))
+    if contexts and max(contexts) - min(contexts) > _CALL_COLUMNS:
+        order.sort(key=lambda s: -contexts[s])
     groups: list[list[int]] = []
-    used = 0
-    for s in sorted(everyone, key=lambda s: -columns[s]):
-        if groups:
-            group = groups[-1]
-            longest = columns[group[0]]
-            if (len(group) + 1) * longest <= max(_FEWEST_COLUMNS, _PADDING_ALLOWED * (used + columns[s])):
-                group.append(s)
-                used += columns[s]
-                continue
-        groups.append([s])
-        used = columns[s]
+    longest = 0
+    for s in order:
+        padded = max(longest, contexts[s])
+        if not groups or padded * (len(groups[-1]) + 1) > most_columns or padded - contexts[s] > _CALL_COLUMNS:
+            groups.append([])
+            padded = contexts[s]
+        groups[-1].append(s)
+        longest = padded
     return groups

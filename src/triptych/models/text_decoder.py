@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from triptych.models.attention import AttentionPlan
+from triptych.models.attention import AttentionPlan, Workspace
 from triptych.models.contract import TextSpec
 from triptych.models.rotary import Rotary, rotate
 from triptych.models.weights import Slot
@@ -94,7 +94,7 @@ class _Layer:
 
 
 class TextDecoder:
-    """A :class:`~triptych.models.contract.TextModel`. Built with empty weights; fill ``slots()`` before use."""
+    """A :class:`~triptych.models.contract.TextModel`, for one thread. Built with empty weights: fill ``slots()``."""
 
     def __init__(self, config: DecoderConfig, deepstack_levels: int, at: Placement) -> None:
         self._config = config
@@ -115,6 +115,7 @@ class TextDecoder:
         self._norm = at.empty(config.hidden_size)
         self._head = self._embedding if config.tied else at.empty(config.vocab_size, config.hidden_size)
         self._rotary = Rotary(config.rotary, at.device, at.dtype)
+        self._workspace = Workspace()
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """Every stored tensor of the decoder; ``prefix`` begins all names but the head's."""
@@ -131,7 +132,7 @@ class TextDecoder:
         """Write the batch's KV, attend, and return logits [R, vocab] in float32."""
         config = self._config
         hidden = self._embed(batch)
-        attention = AttentionPlan(batch, kv, self.spec.dtype)
+        attention = AttentionPlan(batch, kv, self._workspace)
         tables = self._rotary.tables(batch.positions)
         last = config.layers - 1
         for index, layer in enumerate(self._layers):

@@ -137,16 +137,15 @@ class VisibleText:
         shown: list[str] = []
         for index, token_id in enumerate(token_ids):
             self.tokens += 1
-            piece = self._detokenizer.push(token_id)
-            step = self._matcher.push((piece,), armed=self.tokens >= self._min_tokens)
-            shown.append(step.visible)
+            step = self._matcher.feed(self._detokenizer.feed(token_id), armed=self.tokens >= self._min_tokens)
+            shown.append(step.text)
             if step.stop is not None:
                 return Delta(token_ids[: index + 1], "".join(shown), StopText(step.stop))
         return Delta(token_ids, "".join(shown), None)
 
     def finish(self) -> str:
         """What was held back, once nothing more can come."""
-        return self._matcher.push((self._detokenizer.flush(),), armed=False).visible + self._matcher.flush()
+        return self._matcher.finish(self._detokenizer.finish())
 
 
 _UNIX_MINUS_MONOTONIC = time.time() - time.monotonic()

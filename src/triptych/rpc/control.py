@@ -29,12 +29,13 @@ from triptych.wire.gen import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
     import grpc
 
     from triptych.roles.contract import Load, ModelDescription, Role
 
+Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 ENGINE_NAME = "triptych"
@@ -63,31 +64,31 @@ class Control(openengine_pb2_grpc.ControlServicer):
         self, request: server_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> server_pb2.ServerInfo:
         """The process; fixed for its lifetime."""
-        return await _answer(context, self._server_info())
+        return await _answer(context, self._server_info, request)
 
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> model_pb2.ModelInfo:
         """The model and what it accepts; its served name and its canonical id both find it."""
-        return await _answer(context, self._model_info(request))
+        return await _answer(context, self._model_info, request)
 
     async def GetLoad(
         self, request: server_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
     ) -> server_pb2.LoadInfo:
         """A snapshot at most one step old."""
-        return await _answer(context, self._load_info(request))
+        return await _answer(context, self._load_info, request)
 
     async def Health(
         self, request: lifecycle_pb2.HealthRequest, context: grpc.aio.ServicerContext
     ) -> lifecycle_pb2.HealthResponse:
         """The worst of the checks, and the checks."""
-        return await _answer(context, self._health(request))
+        return await _answer(context, self._health, request)
 
     async def Abort(
         self, request: lifecycle_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> lifecycle_pb2.AbortResponse:
         """End one request or all of them."""
-        return await _answer(context, self._abort(request))
+        return await _answer(context, self._abort, request)
 
     async def LoadLora(
         self, request: lora_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext
@@ -131,7 +132,7 @@ class Control(openengine_pb2_grpc.ControlServicer):
         """Not offered."""
         await _not_offered(context, "Shutdown")
 
-    async def _server_info(self) -> server_pb2.ServerInfo:
+    async def _server_info(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.ServerInfo:
         engine = self._role.engine
         info = server_pb2.ServerInfo(
             engine_name=ENGINE_NAME,
@@ -282,11 +283,13 @@ def _health_state(state: HealthState) -> lifecycle_pb2.HealthState.ValueType:
     return lifecycle_pb2.HealthState.ValueType(state)
 
 
-async def _answer(context: grpc.aio.ServicerContext, work: Awaitable[Answer]) -> Answer:
+async def _answer(
+    context: grpc.aio.ServicerContext, work: Callable[[Question], Awaitable[Answer]], request: Question
+) -> Answer:
     """The result of the work, or the status of its error."""
     try:
         check_metadata(context.invocation_metadata() or (), inference=False)
-        return await work
+        return await work(request)
     except Exception as error:
         refusal: TriptychError = typed(error)
     await refuse(context, refusal)

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from triptych.core.media import EncoderInput
 
 
+class _PatchProduct(torch.nn.Module):
+    """The patch convolution as the matrix product it is, since patches do not overlap: three times faster on a CPU."""
+
+    def __init__(self, convolution: torch.nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = convolution
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[patches, samples] to [patches, hidden]."""
+        return torch.nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
 class Qwen3VLTower:
     """A :class:`~triptych.models.contract.VisionTower`. Built with empty weights; fill ``slots()`` before use."""
 
@@ -42,6 +54,7 @@ class Qwen3VLTower:
             # The configuration came from a file and is read by classes of others; all they can say is that it is wrong.
             raise CheckpointError(f"{vision.file} makes no Qwen3-VL tower: {str(error).splitlines()[0]}") from error
         self._module = module.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+        self._module.patch_embed = _PatchProduct(module.patch_embed.proj)
         # The rotary frequencies are computed, not stored: the meta module has lost them.
         self._module.rotary_pos_emb = type(module.rotary_pos_emb)(config).to(device)
 

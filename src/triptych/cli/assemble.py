@@ -1,0 +1,119 @@
+"""Builds an engine of a role out of its parts: the one place that knows them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from triptych.core.config import MediaLimits, SchedulerConfig
+from triptych.core.errors import CheckpointError, StartupError
+from triptych.core.media import Modality
+from triptych.engine.kv_pool import allocate, count_blocks
+from triptych.engine.loop import Engine
+from triptych.engine.runner import Runner
+from triptych.engine.scheduler import Scheduler
+from triptych.models.registry import describe, load_model
+from triptych.processors.registry import load_processor
+from triptych.roles.aggregated import Aggregated
+from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
+from triptych.roles.intake import Frontend, Intake
+from triptych.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from triptych.cli.engine import EngineOptions
+    from triptych.models.contract import Model
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A checkpoint in memory, with what reads its prompts."""
+
+    directory: Path
+    model: Model
+    config: SchedulerConfig
+    frontend: Frontend
+
+
+def load(directory: Path, options: EngineOptions, progress: Callable[[int, int], None]) -> LoadedModel:
+    """Read a model directory. Whatever can be wrong without the tensors is said before they are read.
+
+    Raises:
+        StartupError: one line that names the file, the tensor or the flag.
+    """
+    check_device(options.device)
+    found = describe(directory, options.device, options.dtype)
+    processor = load_processor(directory)
+    tokenizer = Tokenizer.load(directory)
+    marker = processor.placeholders.get(Modality.IMAGE)
+    if marker is not None and marker not in tokenizer.added_tokens.values():
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'} has no special token with the id {marker}, "
+            "config.json's marker of a picture (usually <|image_pad|>)"
+        )
+    blocks = count_blocks(found.spec, options.kv_cache_bytes, SchedulerConfig().block_size)
+    config = SchedulerConfig(
+        max_batched_tokens=options.max_batched_tokens,
+        max_running_requests=options.max_running_requests,
+        num_blocks=blocks,
+    )
+    config = replace(config, max_context=min(found.spec.max_context, blocks * config.block_size))
+    description = ModelDescription(
+        model_id=str(directory),
+        served_name=options.name(),
+        tokenizer_source=str(directory),
+        max_context=config.max_context,
+        modalities=tuple(processor.placeholders),
+        image_token_id=marker,
+    )
+    frontend = Frontend(
+        model=description,
+        tokenizer=tokenizer,
+        processor=processor,
+        eos_token_ids=tokenizer.eos_token_ids,
+        vocab_size=found.spec.vocab_size,
+        limits=MediaLimits(),
+    )
+    return LoadedModel(directory, load_model(directory, options.device, options.dtype, progress), config, frontend)
+
+
+def aggregated(options: EngineOptions, loaded: LoadedModel, instance_id: str) -> Aggregated:
+    """The aggregated role over a loaded model, its engine running. Call it on the event loop that serves.
+
+    Raises:
+        StartupError: the KV pool cannot be had.
+    """
+    spec, config = loaded.model.text.spec, loaded.config
+    kv = allocate(spec, config.num_blocks, config.block_size)
+    engine = Engine(Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize), Runner(loaded.model, kv, config))
+    description = EngineDescription(
+        role=RoleName.AGGREGATED,
+        instance_id=instance_id,
+        device=str(spec.device),
+        dtype=str(spec.dtype).removeprefix("torch."),
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        max_running_requests=config.max_running_requests,
+        max_batched_tokens=config.max_batched_tokens,
+    )
+    return Aggregated(description, loaded.frontend, Intake(loaded.frontend), engine)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not have.
+
+    Raises:
+        StartupError: naming the flag.
+    """
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise StartupError(f"--device {device!r} is not a device: use cpu, cuda or cuda:N") from error
+    if kind not in ("cpu", "cuda"):
+        raise StartupError(f"--device {device!r} is not supported: use cpu, cuda or cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"--device {device}: this machine's torch sees no CUDA device; use --device cpu")

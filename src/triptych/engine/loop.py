@@ -1,0 +1,268 @@
+"""The thread on which an engine lives: plan, run, apply, deliver, until there is nothing to do; then sleep.
+
+Others reach it by three messages (submit, abort, stop) through one queue, and hear from it by one callback.
+What they may read at any time are counters. An error of the loop itself ends it: every live request is failed,
+new ones are refused, and ``failure`` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from triptych.core.errors import Draining, DuplicateRequest, Internal, TriptychError
+from triptych.core.events import Failed, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from triptych.core.events import Event
+    from triptych.core.load import Load
+    from triptych.core.request import Request
+    from triptych.core.step import StepPlan, StepResult
+    from triptych.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What the loop asks of a runner."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be computed; safe from any thread."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Submit:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Message = _Submit | _Abort | _Stop
+
+
+class Engine:
+    """One scheduler and one runner on one thread.
+
+    Args:
+        scheduler: owned by the engine thread from ``start`` on.
+        runner: likewise.
+        clock: monotonic seconds; the same that stamped ``Request.arrival``.
+        check: compare the ledgers whenever the engine falls idle.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        check: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        self._check = check
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._live: set[str] = set()
+        """Ids that were accepted and have no terminal event yet. Guarded by ``_quiet``, as is ``_closed``."""
+        self._deliver: Callable[[tuple[Event, ...]], None] = _to_nobody
+        self._delivering = False
+        self._quiet = threading.Condition()
+        self._closed = False
+        self._failure: TriptychError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, deliver: Callable[[tuple[Event, ...]], None]) -> None:
+        """Begin, once. ``deliver`` is called on the engine thread with the events of each step; it must not block."""
+        self._deliver = deliver
+        self._thread = threading.Thread(target=self._main, name="triptych-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Accept a request; from any thread. Its events follow, the last one terminal.
+
+        Raises:
+            Draining: the engine is stopping or has failed.
+            DuplicateRequest: the id is live.
+            Overloaded: the queue is full.
+            InvalidRequest: the request could never run here.
+        """
+        self._scheduler.check(request)
+        self._runner.check(request)
+        with self._quiet:
+            if self._closed:
+                raise Draining("the engine has failed" if self._failure else "the engine is shutting down")
+            if request.request_id in self._live:
+                raise DuplicateRequest(f"request {request.request_id!r} is live")
+            self.check_queue()
+            self._live.add(request.request_id)
+            self._inbox.put(_Submit(request))
+
+    def check_queue(self) -> None:
+        """Refuse what ``submit`` would refuse for want of room; from any thread.
+
+        Raises:
+            Overloaded: the queue is full.
+        """
+        self._scheduler.check_queue(self._inbox.qsize())
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon; from any thread. An id that is not live is no error."""
+        self._inbox.put(_Abort(request_id))
+
+    def wait_quiet(self, timeout: float) -> bool:
+        """Wait until no request is live and all ends are delivered, at most ``timeout`` seconds; whether they are."""
+        with self._quiet:
+            return self._quiet.wait_for(lambda: not self._live and not self._delivering, timeout)
+
+    def stop(self) -> None:
+        """Refuse new requests, end the live ones as cancelled, and wait for the thread. Idempotent."""
+        with self._quiet:
+            self._closed = True
+        self._inbox.put(_Stop())
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def failure(self) -> TriptychError | None:
+        """Why the loop ended, if it did so by itself."""
+        return self._failure
+
+    @property
+    def live(self) -> int:
+        """Requests that were accepted and have no terminal event yet."""
+        return len(self._live)
+
+    def load(self) -> Load:
+        """How busy the engine is, at most one step old; from any thread, without waiting."""
+        load = self._scheduler.load()
+        return replace(load, queued_requests=load.queued_requests + self._inbox.qsize())
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Every ledger's counters by ledger name; from any thread, without waiting."""
+        counters = asdict(self._scheduler.statistics())
+        blocks, encoder_cache = counters.pop("blocks"), counters.pop("encoder_cache")
+        return {"scheduler": counters, "kv_blocks": blocks, "encoder_cache": encoder_cache}
+
+    # -- engine thread -------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while self._receive():
+                if self._scheduler.busy:
+                    self._step()
+            self._end_all()
+        except Exception as error:
+            logger.exception("the engine loop failed")
+            self._fail(error)
+
+    def _receive(self) -> bool:
+        """Take all messages, sleeping for the first one when there is nothing to compute; False to stop."""
+        if not self._scheduler.busy and self._inbox.empty():
+            if self._check:
+                self._scheduler.check_integrity()
+            if not self._accept(self._inbox.get()):
+                return False
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if not self._accept(message):
+                return False
+
+    def _accept(self, message: _Message) -> bool:
+        match message:
+            case _Submit(request):
+                try:
+                    self._scheduler.add(request)
+                except TriptychError as error:
+                    self._send((Failed(request.request_id, error),))
+                except Exception:
+                    logger.exception("request %s could not be queued", request.request_id)
+                    self._send((Failed(request.request_id, Internal("the request could not be queued")),))
+            case _Abort(request_id):
+                self._send(self._scheduler.abort(request_id, self._clock()))
+            case _Stop():
+                return False
+        return True
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan(self._clock())
+        result = self._runner.run(plan)
+        self._send(self._scheduler.apply(result, self._clock()))
+
+    def _send(self, events: tuple[Event, ...]) -> None:
+        if not events:
+            return
+        ended = [event.request_id for event in events if not isinstance(event, Tokens)]
+        if not ended:
+            self._deliver(events)
+            return
+        with self._quiet:
+            # Before delivery: whoever hears of the end may submit the id again at once.
+            self._live.difference_update(ended)
+            self._delivering = True
+        self._deliver(events)
+        with self._quiet:
+            self._delivering = False
+            if not self._live:
+                self._quiet.notify_all()
+
+    def _end_all(self) -> None:
+        """Cancel what is live, let the runner drop its state, and look whether anything is still held."""
+        now = self._clock()
+        while True:
+            try:
+                self._accept(self._inbox.get_nowait())
+            except queue.Empty:
+                break
+        with self._quiet:
+            ids = list(self._live)
+        for request_id in ids:
+            self._send(self._scheduler.abort(request_id, now))
+        if self._scheduler.busy:
+            self._step()
+        if self._check:
+            self._scheduler.check_integrity()
+
+    def _fail(self, error: Exception) -> None:
+        with self._quiet:
+            self._failure = (
+                error if isinstance(error, TriptychError) else Internal("the engine loop failed; see its log")
+            )
+            self._closed = True
+            ids = sorted(self._live)
+            self._live.clear()
+        try:
+            if ids:
+                self._deliver(tuple(Failed(request_id, self._failure) for request_id in ids))
+        except Exception:
+            logger.exception("the end of %d request(s) could not be delivered", len(ids))
+        with self._quiet:
+            self._delivering = False
+            self._quiet.notify_all()
+
+
+def _to_nobody(events: tuple[Event, ...]) -> None:
+    """The receiver before ``start``; nothing is ever sent to it."""
+    raise Internal(f"{len(events)} event(s) of an engine that was not started")

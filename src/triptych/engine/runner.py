@@ -1,0 +1,185 @@
+"""Obeys a step plan: drops, encodes, computes, samples.
+
+What goes wrong with one request fails that request. A call that fails for a batch is repeated for each part
+alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again. Only
+exhausted memory and a broken device are passed on: no later step could be trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from triptych.core.errors import Internal, InvalidRequest
+from triptych.core.step import StepResult
+from triptych.engine.batch import BatchBuilder
+from triptych.engine.sampler import Draw, choose_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from triptych.core.config import SchedulerConfig
+    from triptych.core.errors import TriptychError
+    from triptych.core.media import EncoderInput
+    from triptych.core.request import Request
+    from triptych.core.step import EncodeTask, StepPlan, TokenSlice
+    from triptych.models.contract import KvCache, Model
+
+logger = logging.getLogger(__name__)
+
+_FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class Runner:
+    """Owns the KV storage, the encoder rows and the state of started requests. Belongs to the engine thread."""
+
+    def __init__(self, model: Model, kv: KvCache, config: SchedulerConfig) -> None:
+        self._model = model
+        self._spec = model.text.spec
+        self._kv = kv
+        self._builder = BatchBuilder(self._spec, config)
+        self._rows: dict[bytes, torch.Tensor] = {}
+        """Encoder rows by key, each [rows, row width] in the decoder's dtype."""
+
+    def check(self, request: Request) -> None:
+        """Refuse what the model cannot read. Reads only constants: safe from any thread.
+
+        Raises:
+            InvalidRequest: a token id outside the vocabulary, positions of the wrong shape, or media without a tower.
+        """
+        low, high = int(request.plan.token_ids.min()), int(request.plan.token_ids.max())
+        if low < 0 or high >= self._spec.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._spec.vocab_size}")
+        axes = request.positions.table.shape[0]
+        if axes != self._spec.position_axes:
+            raise InvalidRequest(f"positions have {axes} axes, the model has {self._spec.position_axes}")
+        if request.inputs and self._model.tower is None:
+            raise InvalidRequest("the request has media but the model has no tower")
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step. Nothing of a request in ``failures`` was committed."""
+        for request_id in plan.ends:
+            self._builder.end(request_id)
+        for key in plan.evictions:
+            del self._rows[key]
+        for request in plan.starts:
+            self._builder.start(request)
+        failures: dict[str, TriptychError] = {}
+        begin = time.perf_counter()
+        encoded = self._encode(plan.encode, failures) if plan.encode else ()
+        middle = time.perf_counter()
+        sampled = self._compute(plan.tokens, failures) if plan.tokens else {}
+        return StepResult(
+            sampled=sampled,
+            encoded=encoded,
+            failures=failures,
+            encode_seconds=middle - begin if plan.encode else 0.0,
+            token_seconds=time.perf_counter() - middle,
+        )
+
+    # -- encoder -------------------------------------------------------------------------------
+
+    def _encode(self, tasks: Sequence[EncodeTask], failures: dict[str, TriptychError]) -> tuple[bytes, ...]:
+        """Encode the items in one call, or one by one when that fails; returns the keys that are stored now."""
+        inputs = [self._builder.state(task.request_id).request.inputs[task.item] for task in tasks]
+        outputs = self._encode_batch(inputs)
+        if len(tasks) > 1 and any(isinstance(output, str) for output in outputs):
+            outputs = [self._encode_batch([single])[0] for single in inputs]
+        stored = []
+        for task, output in zip(tasks, outputs, strict=True):
+            if isinstance(output, str):
+                logger.error("request %s: media item %d %s", task.request_id, task.item, output)
+                failures.setdefault(task.request_id, Internal(f"media item {task.item} {output}"))
+            else:
+                self._rows[task.key] = self._own(output)
+                stored.append(task.key)
+        return tuple(stored)
+
+    def _encode_batch(self, inputs: list[EncoderInput]) -> list[torch.Tensor | str]:
+        """For each input its valid rows, or what is wrong with them."""
+        tower = self._model.tower
+        if tower is None:
+            return ["needs a tower that the model does not have"] * len(inputs)
+        try:
+            outputs = tower.encode(inputs)
+        except Exception as error:
+            _raise_if_fatal(error)
+            logger.exception("the encoder failed for %d media item(s)", len(inputs))
+            return ["could not be encoded"] * len(inputs)
+        if len(outputs) != len(inputs):
+            return [f"came back in {len(outputs)} outputs for {len(inputs)} items"] * len(inputs)
+        return [self._checked(rows, single.layout.rows) for rows, single in zip(outputs, inputs, strict=True)]
+
+    def _checked(self, rows: torch.Tensor, expected: int) -> torch.Tensor | str:
+        if rows.shape != (expected, self._spec.row_width):
+            return f"was encoded to {list(rows.shape)}, not [{expected}, {self._spec.row_width}]"
+        return rows if bool(torch.isfinite(rows).all()) else "was encoded to numbers that are not finite"
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows in the decoder's dtype, in storage of their own: a view would keep its whole batch alive."""
+        rows = rows.to(device=self._spec.device, dtype=self._spec.dtype)
+        own = rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
+        return rows if own else rows.clone(memory_format=torch.contiguous_format)
+
+    # -- decoder -------------------------------------------------------------------------------
+
+    def _compute(self, pieces: Sequence[TokenSlice], failures: dict[str, TriptychError]) -> dict[str, int]:
+        sampled: dict[str, int] = {}
+        ready = []
+        for piece in pieces:
+            self._builder.extend(piece)
+            missing = [item for item, key in piece.rows if key not in self._rows]
+            if missing:
+                failures.setdefault(piece.request_id, Internal(f"media item {missing[0]} has no encoder rows"))
+            elif piece.request_id not in failures:
+                ready.append(piece)
+        if ready and not self._forward(ready, sampled, failures):
+            for piece in ready:
+                if len(ready) == 1 or not self._forward([piece], sampled, failures):
+                    self._scrub(piece.request_id)
+                    failures[piece.request_id] = Internal("the model failed on this request")
+        return sampled
+
+    def _forward(self, pieces: list[TokenSlice], sampled: dict[str, int], failures: dict[str, TriptychError]) -> bool:
+        """Compute the slices together and sample; False when the computation failed, with nothing committed."""
+        try:
+            batch, order = self._builder.build(pieces, self._rows)
+            logits = self._model.text.forward(batch, self._kv)
+            wanted = [piece for piece in order if piece.samples]
+            draws = [
+                Draw(self._builder.state(piece.request_id).chooser, piece.start + piece.length) for piece in wanted
+            ]
+            tokens = choose_tokens(logits, draws) if draws else []
+        except Exception as error:
+            _raise_if_fatal(error)
+            logger.exception("the model failed on a batch of %d request(s)", len(pieces))
+            return False
+        for piece, draw, token in zip(wanted, draws, tokens, strict=True):
+            if token is None:
+                self._scrub(piece.request_id)
+                failures[piece.request_id] = Internal("the model produced logits that are not finite numbers")
+            else:
+                sampled[piece.request_id] = token
+                self._builder.append(piece.request_id, draw.at, token)
+        return True
+
+    def _scrub(self, request_id: str) -> None:
+        """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""
+        blocks = torch.tensor(self._builder.blocks(request_id), device=self._spec.device)
+        for storage in (*self._kv.keys, *self._kv.values):
+            storage[blocks] = torch.nan_to_num(storage[blocks], posinf=0.0, neginf=0.0)
+
+
+def _raise_if_fatal(error: Exception) -> None:
+    """Pass on what no later step survives: no memory, or a device that is lost.
+
+    Raises:
+        Exception: the error itself.
+    """
+    if isinstance(error, _FATAL) or "can't allocate memory" in str(error):
+        raise error

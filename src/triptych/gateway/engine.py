@@ -1,0 +1,161 @@
+"""One engine as the gateway knows it: whether it can be used, and for which model."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from triptych.core.errors import Draining, Internal, TriptychError, UnsupportedFeature
+from triptych.core.media import Modality
+from triptych.wire.gen import generation_pb2, lifecycle_pb2, server_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from triptych.core.events import Event
+    from triptych.core.request import GenerateRequest
+    from triptych.gateway.texts import Texts
+    from triptych.text.chat import ChatTemplate
+    from triptych.wire.gen import model_pb2
+
+log = logging.getLogger(__name__)
+
+_MODALITIES = {
+    generation_pb2.MODALITY_IMAGE: Modality.IMAGE,
+    generation_pb2.MODALITY_VIDEO: Modality.VIDEO,
+    generation_pb2.MODALITY_AUDIO: Modality.AUDIO,
+}
+_ROLES = (server_pb2.ENGINE_ROLE_AGGREGATED, server_pb2.ENGINE_ROLE_UNSPECIFIED)
+"""Unspecified: engines that serve every role say so."""
+
+
+class Channel(Protocol):
+    """The part of ``wire.channel.EngineChannel`` in use here; see there."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Start a request; returns once its first event is there."""
+        ...
+
+    async def get_server_info(self) -> server_pb2.ServerInfo:
+        """What the engine is."""
+        ...
+
+    async def get_model_info(self, model: str) -> model_pb2.ModelInfo:
+        """What the model accepts."""
+        ...
+
+    async def health(self) -> lifecycle_pb2.HealthResponse:
+        """Named checks."""
+        ...
+
+    async def close(self) -> None:
+        """Cancel what is running and disconnect."""
+        ...
+
+
+class EngineState(enum.Enum):
+    """What the last look at an engine found."""
+
+    UNKNOWN = "not reached yet"
+    UNREACHABLE = "unreachable"
+    STARTING = "starting"
+    READY = "ready"
+    DEGRADED = "degraded"
+    NOT_READY = "not ready"
+    UNUSABLE = "unusable"
+    """It answers, but this gateway cannot work with it."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may go there."""
+        return self in (EngineState.READY, EngineState.DEGRADED)
+
+
+_STATES = {
+    lifecycle_pb2.HEALTH_STATE_STARTING: EngineState.STARTING,
+    lifecycle_pb2.HEALTH_STATE_READY: EngineState.READY,
+    lifecycle_pb2.HEALTH_STATE_DEGRADED: EngineState.DEGRADED,
+}
+"""Whatever else an engine says is NOT_READY."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as an engine describes it. Engines with equal ones are interchangeable."""
+
+    served_name: str
+    names: frozenset[str]
+    """All names that clients may use: served name, aliases, model id."""
+    model_id: str
+    max_context: int = field(compare=False)
+    """Prompt and answer together, in tokens. Engines with less room are no other model."""
+    image_token_id: int | None
+    """The marker that stands for one picture, where the engine says so."""
+    modalities: frozenset[Modality]
+    template: ChatTemplate
+
+
+class Engine:
+    """Belongs to the event loop."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.address = channel.address
+        self.state = EngineState.UNKNOWN
+        self.detail = ""
+        """One line about the state."""
+        self.model: ServedModel | None = None
+        """The last one known, kept while the engine is away."""
+        self.in_flight = 0
+        """Requests of this gateway's that run there."""
+        self.last_used = 0
+        """When it was last chosen, in choices of the router's."""
+        self._instance_id = ""
+
+    async def refresh(self, texts: Texts) -> None:
+        """Look at the engine once, and learn its model when it has been started anew. Troubles become its state."""
+        try:
+            info = await self.channel.get_server_info()
+            if self.model is None or info.instance_id != self._instance_id:
+                self.model = await self._learn(info, texts)
+                self._instance_id = info.instance_id
+            health = await self.channel.health()
+        except TriptychError as error:
+            self.set_state(EngineState.UNREACHABLE if isinstance(error, Draining) else EngineState.UNUSABLE, str(error))
+        else:
+            troubles = [f"{check.name}: {check.message}" for check in health.checks if check.state != health.state]
+            self.set_state(_STATES.get(health.state, EngineState.NOT_READY), "; ".join(troubles))
+
+    def set_state(self, state: EngineState, detail: str) -> None:
+        """Take note of what was found; a change is logged."""
+        if state is not self.state:
+            log.info("engine %s is %s%s", self.address, state.value, f": {detail}" if detail else "")
+        self.state, self.detail = state, detail
+
+    async def _learn(self, info: server_pb2.ServerInfo, texts: Texts) -> ServedModel:
+        if info.engine_role not in _ROLES:
+            raise UnsupportedFeature("this gateway works with engines of the role aggregated")
+        if not info.supported_models:
+            raise Internal("the engine names no model")
+        model = await self.channel.get_model_info(info.supported_models[0])
+        if not model.max_context_length:
+            raise Internal("the engine names no context length")
+        capabilities = model.multimodal_capabilities
+        return ServedModel(
+            served_name=model.served_model_name,
+            names=frozenset((model.served_model_name, model.model_id, *model.served_model_aliases)) - {""},
+            model_id=model.model_id,
+            max_context=model.max_context_length,
+            image_token_id=capabilities.routing_image_token_id
+            if capabilities.HasField("routing_image_token_id")
+            else None,
+            modalities=frozenset(_MODALITIES[m] for m in capabilities.aggregate_modalities if m in _MODALITIES),
+            template=await texts.load(model.tokenizer.source),
+        )

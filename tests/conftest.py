@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a random float32 checkpoint of the named shape, written on first use. Read only."""
+    from tests.checkpoints import write_checkpoint
+
+    written: dict[str, Path] = {}
+
+    def of(shape: str) -> Path:
+        if shape not in written:
+            written[shape] = write_checkpoint(shape, tmp_path_factory.mktemp(shape))
+        return written[shape]
+
+    return of

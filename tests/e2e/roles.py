@@ -1,0 +1,68 @@
+"""The aggregated role over the shipped demo model, in this process."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from triptych.cli.assemble import LoadedModel, aggregated, load
+from triptych.cli.engine import EngineOptions
+from triptych.cli.flags import model_directory
+from triptych.core.config import MIB
+from triptych.core.events import Failed, Finished, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from triptych.core.request import GenerateRequest
+    from triptych.roles.aggregated import Aggregated
+
+
+def options(model: str = "demo", **changes: int) -> EngineOptions:
+    """An engine's options with small defaults."""
+    numbers = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256, "max_running_requests": 32} | changes
+    return EngineOptions(model=model, device="cpu", dtype="auto", served_name=None, **numbers)
+
+
+def load_model(chosen: EngineOptions) -> LoadedModel:
+    """The weights, once."""
+    return load(model_directory(chosen.model), chosen, lambda done, total: None)
+
+
+@asynccontextmanager
+async def running(chosen: EngineOptions, loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+    """A role that is drained in the end."""
+    role = aggregated(chosen, loaded, uuid.uuid4().hex)
+    try:
+        yield role
+    finally:
+        await role.drain(0)
+
+
+class Answered(NamedTuple):
+    """One whole answer."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    end: Finished | Failed
+
+
+async def ask(role: Aggregated, request: GenerateRequest) -> Answered:
+    """Run one request to its end."""
+    answer = await role.accept(request)
+    try:
+        token_ids: list[int] = []
+        text = ""
+        end: Finished | Failed | None = None
+        async for event in answer:
+            if isinstance(event, Tokens):
+                token_ids += event.token_ids
+                text += event.text
+            else:
+                assert end is None
+                end = event
+        assert end is not None
+        return Answered(tuple(token_ids), text, end)
+    finally:
+        await answer.aclose()

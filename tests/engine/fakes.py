@@ -1,0 +1,135 @@
+"""Small honest models. Nothing is remembered but what stands in the paged cache.
+
+``HashModel`` writes into each slot what the token there was (its id, or its media row, and its position),
+and its logits are a hash of all slots of the sequence, read back through the block table: one wrong block,
+slot, position or row changes the next token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from triptych.models.contract import KvCache, PackedBatch, TextSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from triptych.core.media import EncoderInput
+
+VOCAB = 97
+HIDDEN = 2
+LEVELS = 1
+_PRIME = (1 << 31) - 1
+
+
+def spec(vocab: int = VOCAB, axes: int = 1) -> TextSpec:
+    return TextSpec(
+        vocab_size=vocab,
+        hidden_size=HIDDEN,
+        layers=2,
+        kv_heads=1,
+        head_size=2 + axes,
+        max_context=4096,
+        position_axes=axes,
+        deepstack_levels=LEVELS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@dataclass
+class HashModel:
+    """Deterministic function of the whole history. Records the shape of every batch."""
+
+    spec: TextSpec = field(default_factory=spec)
+    batches: list[tuple[int, ...]] = field(default_factory=list)
+    """KV lengths of the sequences of each step."""
+    broken: set[int] = field(default_factory=set)
+    """Token ids at which ``forward`` raises."""
+    poison: set[int] = field(default_factory=set)
+    """Token ids that make the logits of their sequence, and their own KV, not a number."""
+
+    def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
+        self.batches.append(batch.contexts)
+        if self.broken & set(batch.token_ids.tolist()):
+            raise RuntimeError("a token that this model cannot bear")
+        self._write(batch, kv)
+        logits = [self._logits(batch, kv, int(packed)) for packed in batch.sample_at]
+        return torch.stack(logits) if logits else torch.empty(0, self.spec.vocab_size)
+
+    def _write(self, batch: PackedBatch, kv: KvCache) -> None:
+        entries = torch.zeros(len(batch.token_ids), 2 + self.spec.position_axes)
+        entries[:, 0] = batch.token_ids.float()
+        entries[:, 2:] = batch.positions.T.float()
+        if batch.media_at is not None:
+            # a row hides the placeholder: (picture, row number + deepstack level)
+            entries[batch.media_at, 0] = 1000 + batch.media_rows[:, 0]
+            entries[batch.media_at, 1] = 1 + batch.media_rows[:, 1] + 100 * batch.media_rows[:, HIDDEN]
+        for token in self.poison:
+            entries[batch.token_ids == token] = float("nan")
+        blocks, offsets = batch.slots // kv.block_size, batch.slots % kv.block_size
+        for layer, storage in enumerate((*kv.keys, *kv.values)):
+            storage[blocks, 0, offsets] = entries + layer
+
+    def _logits(self, batch: PackedBatch, kv: KvCache, packed: int) -> torch.Tensor:
+        sequence = next(s for s in range(len(batch.contexts)) if batch.starts[s] <= packed < batch.starts[s + 1])
+        assert (batch.starts[sequence + 1] - batch.starts[sequence] == 1) == (sequence < batch.singles)
+        context = batch.contexts[sequence]
+        indices = torch.arange(context)
+        blocks = batch.block_tables[sequence, indices // kv.block_size]
+        value = 0
+        for layer, storage in enumerate((*kv.keys, *kv.values)):
+            entries = storage[blocks, 0, indices % kv.block_size] - layer
+            if not torch.isfinite(entries).all():
+                return torch.full((self.spec.vocab_size,), float("nan"))
+            weights = (indices[:, None] * 31 + torch.arange(entries.shape[1]) + 7 * layer + 1) ** 2 % 65537
+            value = (value * 131 + int((entries.long() * weights).sum())) % _PRIME
+        scores = (torch.arange(1, self.spec.vocab_size + 1) * (value % 65521 + 1) * 2654435761 + value) % _PRIME
+        return scores.float() / (1 << 27)
+
+
+@dataclass
+class UniformModel:
+    """Every token is as likely as any other."""
+
+    spec: TextSpec = field(default_factory=spec)
+
+    def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
+        return torch.zeros(len(batch.sample_at), self.spec.vocab_size)
+
+
+@dataclass
+class FakeTower:
+    """Row ``r`` of a picture is (what its first patch says, r | the same for the deepstack level)."""
+
+    calls: list[list[int]] = field(default_factory=list)
+    """Pictures of each call."""
+    broken: set[int] = field(default_factory=set)
+    """Pictures that raise."""
+    wrong: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Pictures whose rows are replaced."""
+    short: bool = False
+    """Whether a call for several returns one output less."""
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        pictures = [int(single.patches[0, 0]) for single in inputs]
+        self.calls.append(pictures)
+        if self.broken & set(pictures):
+            raise RuntimeError("a picture that this tower cannot bear")
+        outputs = [
+            self.wrong.get(picture, picture_rows(picture, single.layout.rows))
+            for picture, single in zip(pictures, inputs, strict=True)
+        ]
+        return outputs[:-1] if self.short and len(outputs) > 1 else outputs
+
+
+def picture_rows(picture: int, rows: int) -> torch.Tensor:
+    """[rows, row width]."""
+    columns = torch.zeros(rows, HIDDEN * (1 + LEVELS))
+    columns[:, 0] = picture
+    columns[:, 1] = torch.arange(rows)
+    columns[:, HIDDEN] = picture % 10
+    return columns

@@ -1,0 +1,79 @@
+"""Requests as the engine takes them, made by hand: the i-th item is a stretch of placeholders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from triptych.core.layout import Grid, ItemLayout, Positions, Run
+from triptych.core.media import EncoderInput, Modality
+from triptych.core.plan import PositionRule, PromptPlan
+from triptych.core.request import CacheOptions, Request, Sampling, Stopping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+PLACEHOLDER = 3
+EOS = 2
+MERGE = 4
+"""Encoder tokens for each row."""
+
+
+def content_key(picture: int) -> bytes:
+    return picture.to_bytes(32, "big")
+
+
+def item(
+    picture: int, *runs: tuple[int, int], framing: Sequence[int] = (), encoder_tokens: int | None = None
+) -> ItemLayout:
+    """Layout of picture number ``picture`` over (start, length) runs."""
+    rows = sum(length for _, length in runs) - len(framing)
+    return ItemLayout(
+        modality=Modality.IMAGE,
+        runs=tuple(Run(*run) for run in runs),
+        rows=rows,
+        encoder_tokens=encoder_tokens or rows * MERGE,
+        grid=Grid(1, 2, 2 * rows),
+        content_key=content_key(picture),
+        framing=tuple(framing),
+    )
+
+
+def request(
+    request_id: str,
+    tokens: Sequence[int],
+    items: Iterable[ItemLayout] = (),
+    *,
+    sampling: Sampling | None = None,
+    stopping: Stopping | None = None,
+    cache: CacheOptions | None = None,
+    eos: Iterable[int] = (EOS,),
+    arrival: float = 0.0,
+    axes: int = 1,
+    delta: int = 0,
+) -> Request:
+    """A request whose positions are its indices, shifted by ``delta`` after the prompt."""
+    layouts = tuple(items)
+    ids = np.array(tokens, np.int32)
+    for layout in layouts:
+        for run in layout.runs:
+            ids[run.start : run.end] = PLACEHOLDER
+        ids[list(layout.framing)] = PLACEHOLDER + 1
+    return Request(
+        request_id=request_id,
+        plan=PromptPlan(ids, layouts, PositionRule.LINEAR, 1, bytes(32)),
+        positions=Positions(np.tile(np.arange(len(ids), dtype=np.int32), (axes, 1)), delta),
+        inputs=tuple(EncoderInput(layout, picture_patches(layout)) for layout in layouts),
+        sampling=sampling or Sampling(temperature=0),
+        stopping=stopping or Stopping(max_tokens=8),
+        eos_token_ids=frozenset(eos),
+        cache=cache or CacheOptions(),
+        arrival=arrival,
+    )
+
+
+def picture_patches(layout: ItemLayout) -> np.ndarray:
+    """[encoder tokens, 1]: what the picture looks like, as one number a patch."""
+    number = int.from_bytes(layout.content_key, "big")
+    return np.full((layout.encoder_tokens, 1), float(number % (1 << 20)), np.float32)

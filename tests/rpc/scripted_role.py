@@ -1,0 +1,168 @@
+"""A role whose answers are written by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from triptych.core.errors import DuplicateRequest, RequestNotFound, TriptychError
+from triptych.core.events import Event, Finished, FinishReason, Span, Tokens, Usage
+from triptych.core.media import Modality
+from triptych.roles.contract import (
+    AbortOutcome,
+    EngineDescription,
+    HealthCheck,
+    HealthState,
+    Load,
+    ModelDescription,
+    RoleName,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from triptych.core.request import GenerateRequest
+
+Step = Event | BaseException | asyncio.Event
+"""An event to send, an error to raise, or something to wait for."""
+
+SPANS = (Span("prefill", 1.5e9, 1.5e9 + 1), Span("decode", 1.5e9 + 1, 1.5e9 + 2))
+
+
+def answer(request: GenerateRequest) -> list[Step]:
+    """Two deltas and an end."""
+    usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=2, cached_prompt_tokens=0)
+    return [
+        Tokens(request.request_id, (7,), "he"),
+        Tokens(request.request_id, (8,), "llo"),
+        Finished(request.request_id, FinishReason.LENGTH, usage, spans=SPANS),
+    ]
+
+
+class ScriptedAnswer:
+    """Plays its script; remembers whether and how it was closed."""
+
+    def __init__(self, script: Iterable[Step], close: Callable[[], None]) -> None:
+        self._script = iter(script)
+        self._close = close
+        self.closed = asyncio.Event()
+        self.waiting = asyncio.Event()
+        self.closing: asyncio.Event | None = None
+        """Set by a test to make cleanup wait."""
+
+    def __aiter__(self) -> ScriptedAnswer:
+        return self
+
+    async def __anext__(self) -> Event:
+        for step in self._script:
+            if isinstance(step, asyncio.Event):
+                self.waiting.set()
+                await step.wait()
+            elif isinstance(step, BaseException):
+                raise step
+            else:
+                return step
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if self.closing is not None:
+            await self.closing.wait()
+        if not self.closed.is_set():
+            self.closed.set()
+            self._close()
+
+
+@dataclass
+class ScriptedRole:
+    """Implements ``Role``. ``script`` says what a request's answer is, ``refusal`` refuses every request."""
+
+    script: Callable[[GenerateRequest], Iterable[Step]] = answer
+    refusal: BaseException | None = None
+    modalities: tuple[Modality, ...] = (Modality.IMAGE,)
+    checks: tuple[HealthCheck, ...] = (HealthCheck("scheduler", HealthState.READY),)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    answers: list[ScriptedAnswer] = field(default_factory=list)
+    live: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)
+    undecided: bool = False
+    """Whether ``accept`` waits until it is cancelled."""
+    deciding: asyncio.Event = field(default_factory=asyncio.Event)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def model(self) -> ModelDescription:
+        return ModelDescription(
+            model_id="/models/scripted",
+            served_name="scripted",
+            tokenizer_source="/models/scripted",
+            max_context=4096,
+            modalities=self.modalities,
+            image_token_id=42 if self.modalities else None,
+        )
+
+    @property
+    def engine(self) -> EngineDescription:
+        return EngineDescription(
+            role=RoleName.AGGREGATED,
+            instance_id="instance-1",
+            device="cpu",
+            dtype="float32",
+            block_size=16,
+            num_blocks=100,
+            max_running_requests=8,
+            max_batched_tokens=512,
+        )
+
+    async def accept(self, request: GenerateRequest) -> ScriptedAnswer:
+        self.requests.append(request)
+        if self.undecided:
+            self.deciding.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up.set()
+        if self.refusal is not None:
+            raise self.refusal
+        if request.request_id in self.live:
+            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
+        self.live.add(request.request_id)
+        self.answers.append(ScriptedAnswer(self.script(request), lambda: self._close(request.request_id)))
+        return self.answers[-1]
+
+    def _close(self, request_id: str) -> None:
+        self.live.discard(request_id)
+        self.finished.add(request_id)
+
+    async def abort(self, request_id: str) -> AbortOutcome:
+        if request_id in self.live:
+            return AbortOutcome.ABORTED
+        if request_id in self.finished:
+            return AbortOutcome.ALREADY_FINISHED
+        raise RequestNotFound(f"no request {request_id!r}")
+
+    async def abort_all(self) -> int:
+        return len(self.live)
+
+    def load(self) -> Load:
+        return Load(
+            running_requests=len(self.live),
+            queued_requests=2,
+            used_blocks=3,
+            total_blocks=100,
+            running_tokens=40,
+            waiting_tokens=50,
+            prefill_batch=1,
+            decode_batch=0,
+        )
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return {"blocks": {"used": 3, "free": 97}, "encoder_cache": {"hit-rate": 0.5}}
+
+    async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
+        if not probe:
+            return self.checks
+        return (*self.checks, HealthCheck("inference_probe", HealthState.READY))
+
+    async def drain(self, grace: float) -> None:
+        raise TriptychError("the server never drains its role")

@@ -1,0 +1,220 @@
+"""The client side of an engine, against a real server and against none."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from tests.rpc.scripted_role import SPANS, ScriptedRole, answer
+from triptych.core.errors import (
+    Cancelled,
+    Draining,
+    DuplicateRequest,
+    Internal,
+    InvalidRequest,
+    MediaError,
+    MediaUnavailable,
+    ModelNotFound,
+    Overloaded,
+    RequestNotFound,
+    RoleMismatch,
+    TriptychError,
+    UnsupportedFeature,
+)
+from triptych.core.events import Failed, Finished, Tokens
+from triptych.core.request import GenerateRequest
+from triptych.wire.channel import EngineChannel
+from triptych.wire.gen import generation_pb2, lifecycle_pb2, openengine_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from tests.rpc.conftest import Serve
+
+SECONDS = 20.0
+REQUEST = GenerateRequest("r", "scripted", "hi")
+
+
+async def test_an_answer_arrives_as_core_events_with_its_spans(serve: Serve) -> None:
+    served = await serve()
+    events = [event async for event in await served.channel.generate(REQUEST)]
+    assert events == answer(REQUEST)
+    assert isinstance(events[-1], Finished)
+    assert events[-1].spans == SPANS
+    assert served.role.requests == [REQUEST]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("wrong"),
+        MediaError(2, "is broken"),
+        MediaUnavailable(2, "timed out"),
+        UnsupportedFeature("wrong"),
+        RoleMismatch("wrong"),
+        ModelNotFound("wrong"),
+        DuplicateRequest("wrong"),
+        Overloaded("wrong"),
+        Draining("wrong"),
+        Cancelled("wrong"),
+        Internal("wrong"),
+    ],
+)
+async def test_a_refusal_is_raised_as_the_class_it_was(serve: Serve, error: TriptychError) -> None:
+    served = await serve(ScriptedRole(refusal=error))
+    with pytest.raises(type(error)) as caught:
+        await served.channel.generate(REQUEST)
+    assert str(caught.value) == str(error)
+    assert caught.value.retryable == error.retryable
+
+
+async def test_a_failure_after_acceptance_is_an_event(serve: Serve) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [*answer(request)[:1], Overloaded("full")]))
+    events = [event async for event in await served.channel.generate(REQUEST)]
+    assert [type(event) for event in events] == [Tokens, Failed]
+    assert isinstance(events[1], Failed)
+    assert type(events[1].error) is Overloaded
+
+
+async def test_closing_early_cancels_the_request(serve: Serve) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [*answer(request)[:1], asyncio.Event()]))
+    events = await served.channel.generate(REQUEST)
+    assert isinstance(await anext(events), Tokens)
+    await events.aclose()
+    await asyncio.wait_for(served.role.answers[0].closed.wait(), SECONDS)
+    with pytest.raises(StopAsyncIteration):
+        await anext(events)
+
+
+async def test_cancelling_the_wait_for_the_first_event_cancels_the_request(serve: Serve) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [asyncio.Event()]))
+    waiting = asyncio.create_task(served.channel.generate(REQUEST))
+    done, _ = await asyncio.wait({waiting}, timeout=0.1)
+    assert not done
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(served.role.answers[0].closed.wait(), SECONDS)
+
+
+async def test_closing_the_channel_ends_an_answer_with_an_event(serve: Serve) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [*answer(request)[:1], asyncio.Event()]))
+    events = await served.channel.generate(REQUEST)
+    await anext(events)
+    rest = asyncio.create_task(anext(events))
+    await asyncio.wait({rest}, timeout=0.05)
+    await served.channel.close()
+    event = await asyncio.wait_for(rest, SECONDS)
+    assert isinstance(event, Failed)
+    assert type(event.error) is Cancelled
+
+
+async def test_a_request_that_the_wire_cannot_carry_is_refused_here(serve: Serve) -> None:
+    served = await serve()
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        await served.channel.generate(GenerateRequest("r", "scripted", "\ud800"))
+
+
+async def test_a_message_above_64_mib_is_refused(serve: Serve) -> None:
+    served = await serve()
+    with pytest.raises(Overloaded):
+        await served.channel.generate(GenerateRequest("r", "scripted", "x" * (64 * 1024 * 1024)))
+
+
+async def test_unary_calls(serve: Serve) -> None:
+    served = await serve(ScriptedRole(live={"live"}))
+    assert (await served.channel.get_server_info()).instance_id == "instance-1"
+    assert (await served.channel.get_model_info("scripted")).max_context_length == 4096
+    assert (await served.channel.get_load()).total_kv_blocks == 100
+    assert len((await served.channel.health()).checks) == 2
+    assert len((await served.channel.health(probe=True)).checks) == 3
+    assert (await served.channel.abort("live")).status == lifecycle_pb2.ABORT_STATUS_ABORTED
+    with pytest.raises(RequestNotFound):
+        await served.channel.abort("unknown")
+    with pytest.raises(ModelNotFound):
+        await served.channel.get_model_info("other")
+
+
+async def test_nobody_listens() -> None:
+    channel = EngineChannel("127.0.0.1:1")
+    with pytest.raises(Draining, match=r"127\.0\.0\.1:1") as caught:
+        await channel.generate(REQUEST)
+    assert caught.value.retryable
+    with pytest.raises(Draining):
+        await channel.get_load()
+    await channel.close()
+
+
+class Foreign(openengine_pb2_grpc.InferenceServicer):
+    """Another engine, which sends what the test says."""
+
+    def __init__(self, messages: list[generation_pb2.GenerateResponse]) -> None:
+        self._messages = messages
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # noqa: N802
+        for message in self._messages:
+            yield message
+        if any(message.HasField("finished") for message in self._messages):
+            await asyncio.Event().wait()  # leaves the stream open
+
+
+@pytest.fixture
+async def foreign() -> AsyncIterator[Callable[..., Any]]:
+    servers = []
+
+    async def start(*messages: generation_pb2.GenerateResponse) -> EngineChannel:
+        server = grpc.aio.server()
+        openengine_pb2_grpc.add_InferenceServicer_to_server(Foreign(list(messages)), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        channel = EngineChannel(f"127.0.0.1:{port}")
+        servers.append((server, channel))
+        return channel
+
+    yield start
+    for server, channel in servers:
+        await channel.close()
+        await server.stop(None)
+
+
+def token(text: str) -> generation_pb2.GenerateResponse:
+    return generation_pb2.GenerateResponse(request_id="r", token=generation_pb2.TokenOutput(output_index=0, text=text))
+
+
+async def test_an_engine_that_stops_without_a_terminal_event_is_unavailable(foreign: Callable[..., Any]) -> None:
+    channel = await foreign()
+    with pytest.raises(Draining, match="without a terminal event"):
+        await channel.generate(REQUEST)
+
+
+async def test_an_engine_that_stops_half_way_fails_the_answer(foreign: Callable[..., Any]) -> None:
+    channel = await foreign(token("a"))
+    events = [event async for event in await channel.generate(REQUEST)]
+    assert [type(event) for event in events] == [Tokens, Failed]
+    assert isinstance(events[1], Failed)
+    assert events[1].error.retryable
+
+
+async def test_an_engine_that_breaks_the_contract_fails_the_answer(foreign: Callable[..., Any]) -> None:
+    channel = await foreign(token("a"), generation_pb2.GenerateResponse(request_id="r"))
+    events = [event async for event in await channel.generate(REQUEST)]
+    assert isinstance(events[-1], Failed)
+    assert type(events[-1].error) is Internal
+
+
+async def test_a_stream_left_open_behind_its_end_does_not_hold_the_caller(foreign: Callable[..., Any]) -> None:
+    end = generation_pb2.GenerateResponse(
+        request_id="r",
+        finished=generation_pb2.GenerationFinished(output_index=0, reason=generation_pb2.FINISH_REASON_LENGTH),
+    )
+    channel = await foreign(token("a"), end)
+    events = await asyncio.wait_for(collect(channel), SECONDS)
+    assert [type(event) for event in events] == [Tokens, Finished]
+    assert events[-1].spans == ()
+
+
+async def collect(channel: EngineChannel) -> list[Any]:
+    return [event async for event in await channel.generate(REQUEST)]

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from triptych.core import errors
+from triptych.core.errors import MediaError, MediaUnavailable, PlaceholderMismatch, TriptychError, UnknownArchitecture
+from triptych.gateway.errors import BadRequest, BodyTooLarge, to_reply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STATUSES = {
+    "TriptychError": 500,
+    "InvalidRequest": 400,
+    "PromptTooLong": 400,
+    "PlaceholderMismatch": 400,
+    "MediaError": 400,
+    "MediaUnavailable": 400,
+    "UnsupportedFeature": 400,
+    "RoleMismatch": 500,
+    "ModelNotFound": 404,
+    "RequestNotFound": 404,
+    "DuplicateRequest": 409,
+    "Overloaded": 429,
+    "Draining": 503,
+    "Cancelled": 499,
+    "Internal": 500,
+    "IntegrityError": 500,
+    "StartupError": 500,
+    "CheckpointError": 500,
+    "UnknownArchitecture": 500,
+}
+
+
+def tree(root: type[TriptychError]) -> Iterator[type[TriptychError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+def make(kind: type[TriptychError]) -> TriptychError:
+    if issubclass(kind, MediaError):
+        return kind(1, "why")
+    if kind is PlaceholderMismatch:
+        return PlaceholderMismatch("image", 1, 2)
+    if kind is UnknownArchitecture:
+        return UnknownArchitecture("a", ["b"])
+    return kind("why")
+
+
+@pytest.mark.parametrize("kind", set(tree(TriptychError)))
+def test_every_error_has_a_status(kind: type[TriptychError]) -> None:
+    status, body = to_reply(make(kind))
+    error = json.loads(body)["error"]
+    assert status == STATUSES[kind.__name__]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] == str(make(kind))
+    kind_of_status = {429: "rate_limit_error", 499: "server_error", 500: "server_error", 503: "server_error"}
+    assert error["type"] == kind_of_status.get(status, "invalid_request_error")
+
+
+@pytest.mark.parametrize("kind", [MediaError, MediaUnavailable])
+def test_media_errors_say_where_the_item_stands(kind: type[MediaError]) -> None:
+    paths = ("messages[0].content[1]", "messages[2].content[0]")
+    assert json.loads(to_reply(kind(1, "broken"), paths).body)["error"]["param"] == "messages[2].content[0]"
+    assert json.loads(to_reply(kind(2, "broken"), paths).body)["error"]["param"] is None
+
+
+def test_what_a_bad_request_names() -> None:
+    error = json.loads(to_reply(BadRequest("no", param="top_p", code="invalid_value")).body)["error"]
+    assert (error["param"], error["code"]) == ("top_p", "invalid_value")
+    assert to_reply(BodyTooLarge("big")).status == 413
+
+
+def test_messages_are_one_line_of_bounded_length() -> None:
+    message = json.loads(to_reply(BadRequest("a\n\nb " + "x" * 5000)).body)["error"]["message"]
+    assert message.startswith("a b xxx")
+    assert len(message) == 1000

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.requests import item, request
+from triptych.engine.prefix import BlockChain, chain_seed
+
+TEXT = list(range(10, 42))
+
+
+def chain(
+    tokens: list[int], items: list = (), *, salt: str = "", output: tuple[int, ...] = (), size: int = 4
+) -> list[bytes]:
+    prompt = request("r", tokens, items).plan
+    blocks = BlockChain(prompt, salt, size)
+    blocks.extend(output, (len(tokens) + len(output)) // size)
+    return blocks.hashes
+
+
+def shared(one: list[bytes], two: list[bytes]) -> int:
+    """Leading blocks in common; behind the first difference nothing may agree."""
+    common = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    assert not set(one[common:]) & set(two[common:])
+    return common
+
+
+def test_only_full_blocks_have_a_name() -> None:
+    assert len(chain(TEXT[:11])) == 2
+
+
+def test_the_first_other_token_ends_what_is_shared() -> None:
+    other = [*TEXT[:13], 99, *TEXT[14:]]
+    assert shared(chain(TEXT), chain(other)) == 3
+
+
+def test_salts_share_nothing_and_the_fields_of_the_seed_do_not_run_together() -> None:
+    assert shared(chain(TEXT, salt="a"), chain(TEXT, salt="b")) == 0
+    assert len({chain_seed("ab"), chain_seed("b", b"a"), chain_seed("", b"ab"), chain_seed("")}) == 4
+
+
+def test_two_pictures_share_the_blocks_before_their_first_position() -> None:
+    one, two = chain(TEXT, [item(1, (9, 12))]), chain(TEXT, [item(2, (9, 12))])
+    assert shared(one, two) == 2
+    assert shared(one, chain(TEXT, [item(1, (9, 12))])) == 8
+
+
+def test_the_second_picture_matters_after_a_common_first_one() -> None:
+    first = item(1, (4, 4))
+    assert shared(chain(TEXT, [first, item(2, (13, 6))]), chain(TEXT, [first, item(3, (13, 6))])) == 3
+
+
+def test_a_picture_is_not_its_placeholders() -> None:
+    layout = item(1, (4, 8))
+    ids = request("r", TEXT, [layout]).plan.token_ids.tolist()
+    assert shared(chain(ids), chain(TEXT, [layout])) == 1
+
+
+def test_which_part_of_the_picture_stands_in_a_block_is_part_of_its_name() -> None:
+    # the same placeholder ids everywhere: only the offsets inside the item differ
+    ids = [3] * 16
+    assert shared(chain(ids, [item(1, (0, 16))]), chain(ids, [item(1, (0, 8)), item(1, (8, 8))])) == 2
+    assert shared(chain(ids, [item(1, (0, 16))]), chain(ids, [item(1, (0, 6)), item(1, (6, 10))])) == 1
+
+
+def test_sparse_runs_count_at_their_exact_positions() -> None:
+    ids = [3] * 12
+    assert shared(chain(ids, [item(1, (0, 4), (6, 6))]), chain(ids, [item(1, (0, 4), (7, 5))])) == 1
+
+
+def test_generated_tokens_are_named_like_prompt_tokens() -> None:
+    assert chain(TEXT) == chain(TEXT[:14], output=tuple(TEXT[14:]))
+
+
+@given(cuts=st.lists(st.integers(0, 8), max_size=6), picture=st.integers(0, 20))
+@settings(max_examples=50, deadline=None)
+def test_a_chain_grown_bit_by_bit_is_the_chain_made_at_once(cuts: list[int], picture: int) -> None:
+    items = [item(1, (picture, 5), (picture + 6, 4))]
+    plan = request("r", TEXT, items).plan
+    grown = BlockChain(plan, "", 4)
+    for blocks in sorted(cuts):
+        grown.extend((), blocks)
+    grown.extend((), 8)
+    assert grown.hashes == chain(TEXT, items)

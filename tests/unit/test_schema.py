@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.media import DataUri, MediaItem, Modality, Url
+from triptych.core.request import Sampling, Stopping
+from triptych.gateway.errors import BadRequest
+from triptych.gateway.schema import MAX_MESSAGES, MAX_PARTS, NEUTRAL, Body, ChatRequest, parse
+from triptych.text.chat import ChatMessage
+
+DATA = "data:image/png;base64,AAAA"
+HELLO = [{"role": "user", "content": "hello"}]
+
+ALIKE = st.sampled_from([*Body.__struct_fields__, "role", "content", "type", "text", "image_url", "url", "detail", "x"])
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+    st.sampled_from(["user", "assistant", "text", "image_url", "hello", DATA]),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(ALIKE, inner, max_size=4)),
+    max_leaves=12,
+)
+ALMOST = st.dictionaries(st.sampled_from([*Body.__struct_fields__]), VALUES, max_size=6).map(
+    lambda changes: {"model": "m", "messages": HELLO} | changes
+)
+
+
+def read(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({"model": "m", "messages": HELLO} | fields).encode())
+
+
+def refusal(data: bytes) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        parse(data)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def refused(**fields: Any) -> BadRequest:
+    return refusal(json.dumps({"model": "m", "messages": HELLO} | fields).encode())
+
+
+def test_the_smallest_request() -> None:
+    assert read() == ChatRequest(
+        model="m",
+        messages=(ChatMessage("user", "hello"),),
+        media_paths=(),
+        sampling=Sampling(),
+        stopping=Stopping(),
+        stream=False,
+        include_usage=False,
+    )
+
+
+def test_everything_at_once() -> None:
+    asked = read(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "assistant", "content": "yes?", "refusal": None, "tool_calls": None, "annotations": []},
+            {
+                "role": "user",
+                "name": "ann",
+                "content": [
+                    {"type": "text", "text": "what"},
+                    {"type": "image_url", "image_url": {"url": DATA, "detail": "high"}},
+                    {"type": "image_url", "image_url": {"url": "HTTPS://example.org/a.png"}},
+                ],
+            },
+        ],
+        max_completion_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        top_k=4,
+        min_p=0.1,
+        frequency_penalty=1,
+        presence_penalty=-1,
+        repetition_penalty=1.5,
+        seed=-1,
+        stop=["a", "b"],
+        stop_token_ids=[3],
+        min_tokens=2,
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        n=1,
+        logprobs=False,
+        response_format={"type": "text"},
+        tools=[],
+        user="u",
+        metadata={"a": "b"},
+    )
+    assert asked.messages == (
+        ChatMessage("system", "be brief"),
+        ChatMessage("assistant", "yes?"),
+        ChatMessage(
+            "user",
+            (
+                "what",
+                MediaItem(Modality.IMAGE, DataUri(DATA)),
+                MediaItem(Modality.IMAGE, Url("HTTPS://example.org/a.png")),
+            ),
+            "ann",
+        ),
+    )
+    assert asked.media_paths == ("messages[2].content[1]", "messages[2].content[2]")
+    assert asked.sampling == Sampling(0.0, 0.5, 4, 0.1, 1.0, -1.0, 1.5, 2**64 - 1)
+    assert asked.stopping == Stopping(7, 2, ("a", "b"), (3,), True)
+    assert (asked.stream, asked.include_usage) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stopping"),
+    [
+        ({"stop": "x"}, Stopping(stop_strings=("x",))),
+        ({"max_tokens": 3}, Stopping(max_tokens=3)),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, Stopping(max_tokens=3)),
+        ({"stop": None, "max_tokens": None, "min_tokens": None}, Stopping()),
+    ],
+)
+def test_stopping(fields: dict[str, Any], stopping: Stopping) -> None:
+    assert read(**fields).stopping == stopping
+
+
+def test_minus_one_keeps_every_token() -> None:
+    assert read(top_k=-1).sampling == Sampling(top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "must not be empty"),
+        ({"messages": "hi"}, "messages", "Expected `array`"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "'developer'"),
+        ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content", "messages[1] has no content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing required parameter"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "must not be empty"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "got `int`"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "Unrecognized"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["x", {"type": "text"}]}]},
+            "messages[0].content[0]",
+            "Expected `object`",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+            "Missing required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
+            "messages[0].content[0].type",
+            "'text' and 'image_url'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
+            "messages[0].content[0].image_url",
+            "Expected `object`",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}]},
+            "messages[0].content[0].image_url.url",
+            "begins with data:",
+        ),
+        ({"messages": HELLO * (MAX_MESSAGES + 1)}, "messages", "at most"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}]},
+            "messages",
+            "content parts",
+        ),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be >= 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens", "got `float`"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "disagree"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "more than max_tokens"),
+        ({"temperature": "hot"}, "temperature", "got `str`"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"top_p": 0}, "top_p", "(0, 1]"),
+        ({"top_k": -2}, "top_k", "top_k must be >= 0"),
+        ({"seed": 2**64}, "seed", "2^64"),
+        ({"seed": -(2**64)}, "seed", "2^64"),
+        ({"stop": ""}, None, "must not be empty"),
+        ({"stop": ["x"] * 65}, None, "at most 64"),
+        ({"stop": [1]}, "stop[0]", "Expected `str`"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
+        ({"model": None}, "model", "Expected `str`"),
+        ({"n": 2}, "n", "n is not supported; only 1 is"),
+        ({"logprobs": True}, "logprobs", "only false is"),
+        ({"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported; only [] is"),
+        ({"tools": "x" * 10_000}, "tools", "not supported"),
+        ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str | None, words: str) -> None:
+    error = refused(**fields)
+    assert error.param == param
+    assert words in str(error)
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_is_not_offered_is_refused_by_name_and_null_is_absent(name: str) -> None:
+    assert refused(**{name: {"some": "thing"}}).error_code == "unsupported_parameter"
+    for value in (None, *NEUTRAL[name]):
+        assert read(**{name: value}) == read()
+
+
+def test_true_is_not_one() -> None:
+    assert refused(n=True).param == "n"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+        (b'{"model": "m", "messages": [], "tools": [\xff]}', "not JSON|not supported|empty"),
+        (b"[]", "the body: Expected `object`"),
+        (b"null", "the body: Expected `object`"),
+        (b"{}", "Missing required parameter: 'model'"),
+        (b'{"tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"messages": ' + b"[" * 100_000, "Expected `object`|nested too deeply"),
+        (b'{"temperature": 1e999}', "out of range"),
+        (b'{"temperature": NaN}', "not JSON"),
+    ],
+)
+def test_what_is_no_request_at_all(data: bytes, words: str) -> None:
+    error = refusal(data)
+    assert any(word in str(error) for word in words.split("|")), str(error)
+
+
+@given(
+    data=st.one_of(
+        st.binary(max_size=60), VALUES.map(json.dumps).map(str.encode), ALMOST.map(json.dumps).map(str.encode)
+    )
+)
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    with suppress(BadRequest):
+        assert isinstance(parse(data), ChatRequest)

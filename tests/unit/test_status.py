@@ -1,0 +1,155 @@
+"""Every member of the error tree through every translation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.core.errors import (
+    Cancelled,
+    Code,
+    Draining,
+    Internal,
+    InvalidRequest,
+    MediaError,
+    MediaUnavailable,
+    ModelNotFound,
+    Overloaded,
+    PlaceholderMismatch,
+    Status,
+    TriptychError,
+)
+from triptych.wire.gen import error_pb2
+from triptych.wire.status import (
+    ERROR_TRAILER,
+    MAX_MESSAGE_BYTES,
+    as_typed,
+    from_message,
+    from_status,
+    one_line,
+    to_message,
+    to_status,
+)
+
+
+def tree(root: type[TriptychError]) -> list[type[TriptychError]]:
+    return [root, *(member for child in root.__subclasses__() for member in tree(child))]
+
+
+def instance(kind: type[TriptychError]) -> TriptychError:
+    """An error of the class with a message, whatever its constructor takes."""
+    if issubclass(kind, MediaError):
+        return kind(3, "it is broken")
+    return kind.__new__(kind, "something is wrong")
+
+
+MEMBERS = tree(TriptychError)
+SENT = [member for member in MEMBERS if member.status is not Status.FAILED_PRECONDITION]
+"""Start-up errors never reach a client."""
+
+
+def test_the_tree_is_walked() -> None:
+    assert {InvalidRequest, MediaUnavailable, PlaceholderMismatch, Draining} <= set(MEMBERS)
+    assert len(MEMBERS) == len(set(MEMBERS)) > 15
+
+
+@pytest.mark.parametrize("kind", MEMBERS)
+def test_an_error_becomes_the_status_and_code_on_its_class(kind: type[TriptychError]) -> None:
+    error = instance(kind)
+    code, message, trailers = to_status(error)
+    assert code.value[0] == kind.status
+    assert message == str(error)
+    sent = error_pb2.EngineError.FromString(dict(trailers)[ERROR_TRAILER])
+    assert sent == to_message(error)
+    assert (sent.code, sent.message, sent.retryable) == (kind.code, str(error), kind.retryable)
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_a_refusal_comes_back_with_status_code_and_retryability(kind: type[TriptychError]) -> None:
+    error = instance(kind)
+    back = from_status(*to_status(error))
+    assert kind is TriptychError or issubclass(kind, type(back))
+    assert (back.status, back.code, back.retryable) == (kind.status, kind.code, kind.retryable)
+    assert str(back) == str(error)
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_a_failure_comes_back_with_code_and_retryability(kind: type[TriptychError]) -> None:
+    error = instance(kind)
+    back = from_message(to_message(error))
+    assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, str(error))
+
+
+@given(index=st.integers(0, 10**8), reason=st.from_regex(r"\S+( \S+)*", fullmatch=True).filter(lambda r: len(r) < 200))
+def test_the_index_of_a_media_item_survives(index: int, reason: str) -> None:
+    reason = " ".join(reason.split())
+    for error in (MediaError(index, reason), MediaUnavailable(index, reason)):
+        back = from_status(*to_status(error))
+        assert type(back) is type(error)
+        assert isinstance(back, MediaError)
+        assert (back.index, back.reason) == (error.index, error.reason)
+
+
+@pytest.mark.parametrize("status", list(grpc.StatusCode))
+def test_a_bare_status_of_another_engine_has_a_class(status: grpc.StatusCode) -> None:
+    error = from_status(status, "reason", ())
+    assert str(error) == "reason"
+    assert type(error) is not TriptychError
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, ModelNotFound),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
+        (grpc.StatusCode.UNAVAILABLE, Draining),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, Draining),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.UNKNOWN, Internal),
+    ],
+)
+def test_bare_statuses(status: grpc.StatusCode, kind: type[TriptychError]) -> None:
+    assert type(from_status(status, "", ())) is kind
+    assert str(from_status(status, "", ())) == status.name
+
+
+def test_a_broken_trailer_falls_back_to_the_status() -> None:
+    error = from_status(grpc.StatusCode.UNAVAILABLE, "gone", ((ERROR_TRAILER, b"\xff\xff\xff"),))
+    assert type(error) is Draining
+    assert str(error) == "gone"
+
+
+@pytest.mark.parametrize("code", [0, 8, 9, 12, 77])
+def test_a_code_without_a_class_is_internal(code: int) -> None:
+    message = error_pb2.EngineError(message="m")
+    message.code = code  # type: ignore[assignment]
+    assert type(from_message(message)) is Internal
+
+
+def test_unexpected_errors_tell_nothing_about_our_insides() -> None:
+    error = as_typed(KeyError("/secret/path"))
+    assert type(error) is Internal
+    assert "secret" not in str(error)
+    assert "KeyError" not in str(error)
+    assert type(as_typed(asyncio.CancelledError())) is Cancelled
+    typed = Overloaded("full")
+    assert as_typed(typed) is typed
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_messages_are_one_bounded_line(text: str) -> None:
+    line = one_line(Internal(text * 50))
+    assert len(line.encode()) <= MAX_MESSAGE_BYTES
+    assert line
+    assert "\n" not in line
+    assert "\r" not in line
+
+
+def test_codes_are_those_of_the_contract() -> None:
+    assert {f"ERROR_CODE_{code.name}": code.value for code in Code} == dict(error_pb2.ErrorCode.items())
+    assert all(grpc.StatusCode[status.name].value[0] == status for status in Status)
