@@ -58,9 +58,8 @@ class BatchMaker:
         if step < schedule.LOOK_STEPS:
             pictures = [picture(rng, grid, schedule.LOOK_MIX) for _ in range(schedule.LOOK_PICTURES)]
             return assemble(grid, pictures, [])
-        progress = (step - schedule.LOOK_STEPS) / schedule.READ_STEPS
-        late = min(1.0, 0.2 + 0.8 * progress / schedule.LATE_UNTIL)
-        asker = Asker(rng)
+        late = min(1.0, 0.2 + 0.8 * (step - schedule.LOOK_STEPS) / schedule.LATE_STEPS)
+        asker = Asker(rng, free=step >= schedule.LOOK_STEPS + schedule.FREE_FROM)
         pictures, rows = [], []
         for _ in range(schedule.SINGLE_ROWS):
             shown = picture(rng, grid, schedule.READ_MIX)
@@ -110,18 +109,18 @@ def easy_drawn(rng: np.random.Generator, grid: tuple[int, int]) -> Drawn:
     return Drawn("easy", scene.mirrored() if mirrored else scene, to_grid(shown, grid))
 
 
-def pick(rng: np.random.Generator, weights: dict[str, float], late: float) -> str:
-    """A kind of question by weight; late kinds count only in part."""
-    kinds = list(weights)
+def pick(asker: Asker, weights: dict[str, float], late: float) -> str:
+    """A kind of question by weight; late kinds count only in part, free ones only for a free asker."""
+    kinds = [k for k in weights if asker.free or k not in schedule.FREE]
     sums = np.cumsum([weights[k] * (late if k in schedule.LATE else 1) for k in kinds])
-    return kinds[int(np.searchsorted(sums, rng.random() * sums[-1]))]
+    return kinds[int(np.searchsorted(sums, asker.rng.random() * sums[-1]))]
 
 
 def ask_one(asker: Asker, shown: Drawn, late: float, count: int = 7) -> list[Turn]:
     """Questions about one picture."""
     turns: list[Turn] = []
     for _ in range(count * 4):
-        turn = asker.about(shown.scene, pick(asker.rng, schedule.KINDS[shown.kind], late))
+        turn = asker.about(shown.scene, pick(asker, schedule.KINDS[shown.kind], late))
         if turn is not None and all(t.question != turn.question for t in turns):
             turns.append(turn)
         if len(turns) == count:
@@ -134,7 +133,7 @@ def ask_two(asker: Asker, pair: tuple[Drawn, Drawn], late: float, count: int = 5
     turns: list[Turn] = []
     scenes = (pair[0].scene, pair[1].scene)
     for _ in range(count * 5):
-        turn = asker.compare(scenes, pick(asker.rng, schedule.PAIR_KINDS, late))
+        turn = asker.compare(scenes, pick(asker, schedule.PAIR_KINDS, late))
         if turn is not None and all(t.question != turn.question for t in turns):
             turns.append(turn)
         if len(turns) == count:

@@ -2,7 +2,8 @@
 
 All pictures of a batch share one grid, so the tower runs on [pictures, patches, width] without the
 loop over pictures that transformers has, and the conversations on [rows, length, width] with one
-mask. `test_against_transformers` in `check.py` holds it to the original.
+mask. `check.py` holds it to the original
+before every run.
 """
 
 from __future__ import annotations

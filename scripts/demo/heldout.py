@@ -28,6 +28,7 @@ SINGLE_KINDS = (
     "is it",
     "is it coloured",
     "is there",
+    "either",
     "describe",
 )
 MULTI_KINDS = (
@@ -41,6 +42,7 @@ MULTI_KINDS = (
     "is there",
     "is there not",
     "is side",
+    "beside",
     "describe",
 )
 OBLONG_KINDS = ("what", "place")
@@ -90,12 +92,12 @@ Question = tuple[tuple[Image.Image, ...], str, str]
 
 def one_shape(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape."""
-    yield from drawn(rng, kind, count, "single", Asker(rng))
+    yield from drawn(rng, kind, count, "single", Asker(rng, free=True))
 
 
 def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape in a picture that is not square."""
-    asker, done = Asker(rng), 0
+    asker, done = Asker(rng, free=True), 0
     while done < count:
         scene = single_scene(rng)
         turn = asker.about(scene, kind)
@@ -107,7 +109,7 @@ def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question
 
 def several(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About two to four shapes; counts run from one to four."""
-    yield from drawn(rng, kind, count, "multi", Asker(rng))
+    yield from drawn(rng, kind, count, "multi", Asker(rng, free=True))
 
 
 def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: Asker) -> Iterator[Question]:
@@ -123,7 +125,7 @@ def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: A
 
 def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About each held-out digit once, whatever the count."""
-    asker = Asker(rng)
+    asker = Asker(rng, free=True)
     for index in HELD_OUT_DIGITS:
         shown = new_picture(rng, "digit", pool=np.array([index]))
         turn = asker.about(shown[0].scene, kind)
@@ -132,7 +134,7 @@ def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Que
 
 def two_pictures(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About the first or the second picture, or both."""
-    yield from pairs(rng, kind, count, Asker(rng))
+    yield from pairs(rng, kind, count, Asker(rng, free=True))
 
 
 def pairs(rng: np.random.Generator, kind: str, count: int, asker: Asker) -> Iterator[Question]:

@@ -168,6 +168,16 @@ TRAINED: dict[str, tuple[str, ...]] = {
         "what (do you see|can you see) on the {side}",
         "name the (shape|object|thing) on the {side}",
     ),
+    "either": (
+        "is (this|it|that) {a} or {b}",
+        f"is the {ONE} {{a}} or {{b}}",
+        f"is the {ONE} in the {PICTURE} {{a}} or {{b}}",
+    ),
+    "beside": (
+        "what is {side} the {one}",
+        "what (do you see|can you see) {side} the {one}",
+        "(what|which) (shape|object|thing) is {side} the {one}",
+    ),
     "digit in": (
         f"(what|which) (digit|number) is (in|shown in|written in) the {{which}} {PICTURE}",
         f"(what|which) (digit|number) does the {{which}} {PICTURE} show",
@@ -242,6 +252,9 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     "colour in": ("what color do you see in the {which} image", "the {which} picture shows what colour"),
     "which": ("tell me which picture shows {a}", "where is {a}, in the first or the second picture"),
 }
+
+OPENINGS = ("can you say ", "could you say ", "please say ", "hello, ", "hi, ", "please, ")
+"""What a free asker may put before a question that begins with what, which, where or how."""
 
 CHAT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("hello", "hi", "hey", "hello there", "hi there", "good morning", "good evening"), "hello! show me a picture"),

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .easy import train_questions
-from .phrases import sentences
+from .phrases import OPENINGS, sentences
 from .world import COLOURS, PLACES, PLURALS, SHAPES, Scene, Thing
 
 if TYPE_CHECKING:
@@ -30,11 +30,15 @@ class Turn(NamedTuple):
 
 
 class Asker:
-    """Asks about scenes with one generator, in trained wordings or in the held-out ones."""
+    """Asks about scenes with one generator, in trained wordings or in the held-out ones.
 
-    def __init__(self, rng: np.random.Generator, held_out: bool = False) -> None:
+    A free asker also opens with a greeting or a plea and knows synonyms.
+    """
+
+    def __init__(self, rng: np.random.Generator, held_out: bool = False, free: bool = False) -> None:
         self.rng = rng
         self.held_out = held_out
+        self.free = free
 
     def choose(self, options: tuple | list):
         """One of the options."""
@@ -61,6 +65,8 @@ class Asker:
 
     def punctuate(self, text: str) -> str:
         """Write a sentence as people type it: with or without capital and mark; now and then `grey`."""
+        if self.free and self.rng.random() < 0.08 and text.split(" ")[0] in ("what", "which", "where", "how"):
+            text = self.choose(OPENINGS) + text if self.rng.random() < 0.75 else text + ", please"
         draw, mark = self.rng.random(4), "." if text.split(" ")[0].rstrip(",") in IMPERATIVES else "?"
         if draw[0] < 0.35:
             text = text[0].upper() + text[1:]
@@ -172,7 +178,10 @@ class Asker:
         if None in places or not found or len(scene.things) < 2:
             return None
         thing = self.choose(found)
-        return self.turn("at", thing.phrase, place=PLACES[thing.place])
+        place = PLACES[thing.place]
+        if self.free and place == "centre":
+            place = self.choose(("centre", "center", "middle"))
+        return self.turn("at", thing.phrase, place=place)
 
     def side(self, scene: Scene) -> Turn | None:
         """What is on the left or right of two things."""
@@ -192,6 +201,11 @@ class Asker:
         """How many of a shape or of a colour; sometimes none."""
         if scene.things[0].is_digit:
             return None
+        if self.free and self.rng.random() < 0.2:
+            thing = self.choose(scene.things)
+            colour = self.choose(COLOUR_NAMES) if self.rng.random() < 0.25 else thing.colour
+            both = sum((t.name, t.colour) == (thing.name, colour) for t in scene.things)
+            return self.turn("count some", str(both), some=f"{colour} {PLURALS[thing.name]}")
         if self.rng.random() < 0.55:
             names = {t.name for t in scene.things}
             name = self.other(SHAPES, names) if self.rng.random() < 0.2 else self.choose(sorted(names))
@@ -276,6 +290,34 @@ class Asker:
         kind, truth = ("is side", wide > 0) if across else ("is above", high > 0)
         return self.turn(kind, "yes" if truth else "no", one=look(one), two=look(two))
 
+    def either(self, scene: Scene) -> Turn | None:
+        """Which of two shapes, or of two colours, the only thing has."""
+        thing = self.alone(scene)
+        if thing is None or thing.is_digit:
+            return None
+        if self.coin():
+            barred = {thing.name} | ({"square", "rectangle"} if thing.name in ("square", "rectangle") else set())
+            answer, options = thing.name, [with_article(thing.name), with_article(self.other(SHAPES, barred))]
+        else:
+            answer, options = thing.colour, [thing.colour, self.other(COLOUR_NAMES, {thing.colour})]
+        if self.coin():
+            options.reverse()
+        return self.turn("either", answer, a=options[0], b=options[1])
+
+    def beside(self, scene: Scene) -> Turn | None:
+        """Which of two things lies on a side of the other."""
+        if len(scene.things) != 2 or look(scene.things[0]) == look(scene.things[1]):
+            return None
+        one, two = scene.things if self.coin() else scene.things[::-1]
+        wide, high = two.x - one.x, two.y - one.y
+        if max(abs(wide), abs(high)) < SIDE_GAP:
+            return None
+        if abs(wide) > abs(high):
+            sides = ("right of", "to the right of") if wide > 0 else ("left of", "to the left of")
+        else:
+            sides = ("below", "under") if high > 0 else ("above", "over")
+        return self.turn("beside", two.phrase, side=self.choose(sides), one=look(one))
+
     def easy(self, scene: Scene) -> Turn | None:
         """One of easy-vqa's own training questions."""
         asked = train_questions().get(scene.easy) if scene.easy is not None else None
@@ -358,6 +400,8 @@ ASKERS: dict[str, Callable[[Asker, Scene], Turn | None]] = {
     "is it coloured": Asker.is_it_coloured,
     "is it digit": Asker.is_it_digit,
     "is side": Asker.is_side,
+    "either": Asker.either,
+    "beside": Asker.beside,
     "easy": Asker.easy,
 }
 PAIR_KINDS = ("what in", "colour in", "shape in", "digit in", "which", "same shape", "same colour", "pictures")

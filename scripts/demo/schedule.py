@@ -9,7 +9,7 @@ LENGTH = 112
 """Tokens per row of conversation."""
 
 LOOK_STEPS = 3500
-READ_STEPS = 22000
+READ_STEPS = 18000
 LOOK_PICTURES = 48
 SINGLE_ROWS = 22
 PAIR_ROWS = 5
@@ -23,7 +23,8 @@ WARM_STEPS = 150
 DECAY_FROM = 0.35
 """Share of the reading stage after which the rates fall linearly to zero."""
 DENSE_WEIGHT = (0.4, 0.1)
-"""Weight of the tower's own loss at the beginning and at the end of the reading stage."""
+"""Weight of the tower's own loss at the beginning of the reading stage and after `DENSE_STEPS` of it."""
+DENSE_STEPS = 22000
 
 LOOK_MIX = {"mosaic": 0.45, "digit": 0.18, "single": 0.14, "multi": 0.14, "easy": 0.09}
 READ_MIX = {"single": 0.25, "multi": 0.33, "digit": 0.22, "easy": 0.2}
@@ -43,6 +44,7 @@ KINDS: dict[str, dict[str, float]] = {
         "is there not": 0.4,
         "is it": 0.7,
         "is it coloured": 0.6,
+        "either": 0.5,
     },
     "multi": {
         "colour of": 0.9,
@@ -57,6 +59,7 @@ KINDS: dict[str, dict[str, float]] = {
         "is there not": 0.3,
         "is side": 1.0,
         "ground": 0.2,
+        "beside": 0.8,
     },
     "digit": {"digit": 3, "colour": 0.6, "what": 0.8, "describe": 0.5, "ground": 0.4, "is it digit": 0.6},
     "easy": {"easy": 5, "place": 0.8, "what": 0.8, "shape": 0.4, "colour": 0.4, "is there": 0.4, "is it": 0.3},
@@ -83,7 +86,10 @@ LATE = (
     "same colour",
 )
 """Kinds that come in slowly, from a fifth of their weight to all of it, as facts are learned first."""
-LATE_UNTIL = 0.15
+LATE_STEPS = 3300
+FREE_FROM = 1660
+"""Reading step from which people's freer ways of asking are mixed in, and the kinds of `FREE`."""
+FREE = ("either", "beside")
 
 
 @dataclass(frozen=True)
@@ -103,5 +109,5 @@ def rates_at(step: int) -> Rates:
         return Rates(MUON_RATE * rise, ADAM_RATE * rise, 1, 1)
     done = (step - LOOK_STEPS) / READ_STEPS
     rise = min((step - LOOK_STEPS + 1) / WARM_STEPS, 1) * min(1, (1 - done) / (1 - DECAY_FROM))
-    dense = DENSE_WEIGHT[0] + (DENSE_WEIGHT[1] - DENSE_WEIGHT[0]) * done
+    dense = DENSE_WEIGHT[0] + (DENSE_WEIGHT[1] - DENSE_WEIGHT[0]) * (step - LOOK_STEPS) / DENSE_STEPS
     return Rates(MUON_RATE * rise, ADAM_RATE * rise, VISION_SHARE_WHEN_READING, dense)

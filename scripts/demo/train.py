@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from . import model_files, schedule
 from .batches import Batch, BatchMaker
+from .check import largest_difference
 from .draw import SQUARE
 from .exam import exam_batches, in_words, score
 from .export import export
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 SAVE_EVERY_S = 180
 EXAM_EVERY_S = 480
+MAX_DIFFERENCE = 1e-4
+"""Largest difference of logits allowed between the training forward and transformers' own."""
 
 
 class Trainer:
@@ -160,6 +163,9 @@ def main() -> None:
     if not (args.out / "tokenizer.json").exists():
         model_files.write(args.out)
     trainer = Trainer(args.out, compiled=args.compile)
+    apart = max(largest_difference(trainer.model, grid, pictures) for grid, pictures in (((8, 8), 2), ((6, 10), 1)))
+    if apart > MAX_DIFFERENCE:
+        sys.exit(f"the training forward differs from transformers' by {apart:.1e}")
     checkpoint = args.checkpoints / "last.pt"
     if args.resume:
         trainer.load(checkpoint)

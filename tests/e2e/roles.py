@@ -31,9 +31,9 @@ def load_model(chosen: EngineOptions) -> LoadedModel:
 
 
 @asynccontextmanager
-async def running(chosen: EngineOptions, loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+async def running(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
     """A role that is drained in the end."""
-    role = aggregated(chosen, loaded, uuid.uuid4().hex)
+    role = aggregated(loaded, uuid.uuid4().hex, check=True)
     try:
         yield role
     finally:

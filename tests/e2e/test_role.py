@@ -27,6 +27,8 @@ from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopp
 from triptych.roles.contract import AbortOutcome, HealthState
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from triptych.cli.assemble import LoadedModel
     from triptych.roles.aggregated import Aggregated
 
@@ -40,8 +42,8 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-async def role(loaded: LoadedModel):  # noqa: ANN201
-    async with running(CHOSEN, loaded) as one:
+async def role(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+    async with running(loaded) as one:
         yield one
 
 
@@ -108,7 +110,9 @@ async def test_refusals_hold_nothing(role: Aggregated, changes: dict[str, object
     assert isinstance((await ask(role, request())).end, Finished)
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", RED[:60], RED[: len(RED) // 2]], ids=["empty", "junk", "header", "cut off"])
+@pytest.mark.parametrize(
+    "data", [b"", b"junk", RED[:60], RED[: len(RED) // 2]], ids=["empty", "junk", "header", "cut off"]
+)
 async def test_a_broken_picture_fails_its_own_request_only(role: Aggregated, data: bytes) -> None:
     bad = request("and this?", RED, data, request_id="bad")
     good, failed = await asyncio.gather(ask(role, request("what is it?", RED)), ask(role, bad))
@@ -221,7 +225,7 @@ async def test_health_and_probe(role: Aggregated) -> None:
 
 
 async def test_drain_refuses_waits_and_ends(loaded: LoadedModel) -> None:
-    async with running(CHOSEN, loaded) as role:
+    async with running(loaded) as role:
         answer = await role.accept(request(stopping=Stopping(max_tokens=30, ignore_eos=True)))
         draining = asyncio.create_task(role.drain(30))
         await asyncio.sleep(0)

@@ -13,17 +13,15 @@ from transformers import AutoConfig
 
 from tests.checkpoints import MODELS, token_ids
 from tests.paged import Sequence
-from triptych.core.layout import Positions
 from triptych.core.media import EncoderInput, Picture
-from triptych.core.plan import PromptPlan
 from triptych.models.registry import load_model
 from triptych.processors.registry import load_processor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TEXT_IDS = 500
-"""Ids below this are plain words of the test tokenizer."""
+    from triptych.core.layout import Positions
+    from triptych.core.plan import PromptPlan
 
 
 @dataclass
@@ -48,6 +46,7 @@ class Pair:
         self.ours = load_model(directory, dtype=str(dtype).removeprefix("torch."))
         self.processor = load_processor(directory)
         self.ids = token_ids()
+        self._words = min(self.ids.values())
 
     @cached_property
     def reference(self) -> Any:
@@ -60,7 +59,7 @@ class Pair:
         noise = np.random.default_rng(seed)
 
         def text(shortest: int) -> list[int]:
-            return [dice.randrange(TEXT_IDS) for _ in range(dice.randint(shortest, longest_text))]
+            return [dice.randrange(self._words) for _ in range(dice.randint(shortest, longest_text))]
 
         tokens, inputs = text(0 if pictures else 1), []
         for index in range(pictures):

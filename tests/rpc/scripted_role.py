@@ -48,6 +48,7 @@ class ScriptedAnswer:
         self._close = close
         self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
+        self.close_begun = asyncio.Event()
         self.closing: asyncio.Event | None = None
         """Set by a test to make cleanup wait."""
 
@@ -66,6 +67,7 @@ class ScriptedAnswer:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
+        self.close_begun.set()
         if self.closing is not None:
             await self.closing.wait()
         if not self.closed.is_set():

@@ -120,7 +120,7 @@ async def test_a_request_that_the_wire_cannot_carry_is_refused_here(serve: Serve
 
 async def test_a_message_above_64_mib_is_refused(serve: Serve) -> None:
     served = await serve()
-    with pytest.raises(Overloaded):
+    with pytest.raises(InvalidRequest, match="at most 67108864"):
         await served.channel.generate(GenerateRequest("r", "scripted", "x" * (64 * 1024 * 1024)))
 
 

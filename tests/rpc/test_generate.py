@@ -274,6 +274,23 @@ async def test_slow_cleanup_is_not_interrupted_and_keeps_the_id(serve: Serve) ->
     await asyncio.wait_for(served.role.answers[0].closed.wait(), SECONDS)
 
 
+async def test_a_cancel_in_the_middle_of_cleanup_does_not_interrupt_it(serve: Serve) -> None:
+    go = asyncio.Event()
+    served = await serve(ScriptedRole(script=lambda request: [go, *answer(request)]))
+    call = served.generate()
+    await call.initial_metadata()
+    finish = served.role.answers[0].closing = asyncio.Event()
+    go.set()
+    for _ in range(3):
+        await call.read()
+    await asyncio.wait_for(served.role.answers[0].close_begun.wait(), SECONDS)
+    call.cancel()
+    code, _ = await status_of(served.generate())
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    finish.set()
+    await asyncio.wait_for(served.role.answers[0].closed.wait(), SECONDS)
+
+
 def endless(request: Any) -> Any:
     """Deltas far larger than any window, so that an unread one blocks soon."""
     while True:

@@ -43,6 +43,18 @@ def test_every_orientation_comes_out_upright(orientation: int, kind: str, option
     assert (decode(stored, kind, exif=exif, **options) == RGB).all()
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_phones_jpeg_comes_out_upright(orientation: int) -> None:
+    rows, columns = np.mgrid[0:32, 0:48].astype(np.uint8)
+    upright = np.dstack([rows * 7, columns * 5, np.full_like(rows, 90)])
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](upright)))
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    pixels = decode(stored, "JPEG", exif=exif, quality=95, subsampling=0)
+    assert pixels.shape == upright.shape
+    assert np.abs(pixels.astype(int) - upright).max() < 16
+
+
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_an_orientation_that_does_not_exist_changes_nothing(orientation: int) -> None:
     exif = Image.Exif()

@@ -41,7 +41,7 @@ def run(words: list[str], model: str) -> int:
     pictures = [read_picture(Path(file)) for file in files]
     with loading_bar(model) as bar:
         loaded = load(model_directory(model), ask_options(model), bar)
-    answer = asyncio.run(ask_once(loaded, ask_options(model), pictures, question))
+    answer = asyncio.run(ask_once(loaded, pictures, question))
     print(answer.text.strip())
     return 0
 
@@ -75,7 +75,7 @@ def read_picture(path: Path) -> bytes:
         raise InvalidRequest(f"{path}: {error.strerror or 'cannot be read'}") from error
 
 
-async def ask_once(loaded: LoadedModel, options: EngineOptions, pictures: list[bytes], question: str) -> Answered:
+async def ask_once(loaded: LoadedModel, pictures: list[bytes], question: str) -> Answered:
     """Run one request through the aggregated role.
 
     Raises:
@@ -93,7 +93,7 @@ async def ask_once(loaded: LoadedModel, options: EngineOptions, pictures: list[b
         sampling=Sampling(temperature=0),
         stopping=Stopping(max_tokens=ANSWER_TOKENS),
     )
-    role = aggregated(options, loaded, instance_id=uuid.uuid4().hex)
+    role = aggregated(loaded, instance_id=uuid.uuid4().hex)
     try:
         asked = time.monotonic()
         first = 0.0

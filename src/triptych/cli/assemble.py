@@ -79,8 +79,10 @@ def load(directory: Path, options: EngineOptions, progress: Callable[[int, int],
     return LoadedModel(directory, load_model(directory, options.device, options.dtype, progress), config, frontend)
 
 
-def aggregated(options: EngineOptions, loaded: LoadedModel, instance_id: str) -> Aggregated:
+def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) -> Aggregated:
     """The aggregated role over a loaded model, its engine running. Call it on the event loop that serves.
+
+    With ``check`` the engine compares its ledgers whenever it falls idle.
 
     Raises:
         StartupError: the KV pool cannot be had.

@@ -70,13 +70,12 @@ def _demo_answers() -> str:
     from triptych.cli.assemble import load
 
     directory = model_directory(DEMO)
-    options = ask_options(DEMO)
-    loaded = load(directory, options, lambda done, total: None)
+    loaded = load(directory, ask_options(DEMO), lambda done, total: None)
     pictures = directory / "pictures"
     said = []
     for example in json.loads((pictures / "examples.json").read_text()):
         data = [read_picture(pictures / name) for name in example["pictures"]]
-        answer = asyncio.run(ask_once(loaded, options, data, example["question"])).text.strip()
+        answer = asyncio.run(ask_once(loaded, data, example["question"])).text.strip()
         if answer != example["answer"]:
             raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")
         said.append(f"{example['question']} {answer}")

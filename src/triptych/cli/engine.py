@@ -80,7 +80,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    role = aggregated(options, model, instance_id=uuid.uuid4().hex)
+    role = aggregated(model, instance_id=uuid.uuid4().hex)
     async with AsyncExitStack() as cleanup:
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
         server = await serve_role(role, *split_address(grpc), allow_plaintext=allow_plaintext)

@@ -26,6 +26,9 @@ from triptych.cli.flags import (
 from triptych.core.config import MIB, SchedulerConfig
 from triptych.core.errors import TriptychError
 
+# gRPC's own log lines ("Got goaway", ...) are not for people; its errors reach us as exceptions.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 DEFAULTS = SchedulerConfig()
 DEFAULT_KV_CACHE = 512 * MIB
 

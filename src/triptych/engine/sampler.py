@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-NUCLEUS_CANDIDATES = 1024
-"""Tokens looked at first for top-p without top-k; all of them where these do not carry the mass."""
+NUCLEUS_CANDIDATES = (64, 1024)
+"""How many likeliest tokens are looked at for top-p without top-k, until they carry the mass; then all."""
+CACHED_LOGITS = 1 << 18
+"""Logits that are worked on together: as many as stay in a core's cache between one pass and the next."""
+STRETCH = 256
+"""Neighbouring tokens that are summed before one of them is looked for."""
 
 
 def _mix(value: int) -> int:
@@ -138,10 +142,12 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | Non
     for row, draw in enumerate(draws):
         if chosen[row] is not None and not draw.chooser.sampling.greedy:
             groups.setdefault(_filter(draw.chooser.sampling, logits.shape[1]), []).append(row)
+    at_once = max(1, CACHED_LOGITS // logits.shape[1])
     for kind, rows in groups.items():
-        picked = _sample(logits[rows], [draws[row] for row in rows], kind)
-        for row, token in zip(rows, picked, strict=True):
-            chosen[row] = token
+        for start in range(0, len(rows), at_once):
+            some = rows[start : start + at_once]
+            for row, token in zip(some, _sample(logits[some], [draws[row] for row in some], kind), strict=True):
+                chosen[row] = token
     return chosen
 
 
@@ -168,56 +174,125 @@ def _filter(sampling: Sampling, vocab_size: int) -> _Filter:
     return _Filter(0, nucleus=sampling.top_p < 1)
 
 
-def _sample(logits: torch.Tensor, draws: Sequence[Draw], kind: _Filter) -> list[int]:
-    """Pick one token for each row [n, vocab]; all rows are filtered in the same way."""
-    device = logits.device
+class _Columns(NamedTuple):
+    """What the rows of a group ask for, each [n, 1] float64."""
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+    numbers: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    """Infinite where every token is kept."""
+    min_p: torch.Tensor
 
+    def of(self, rows: list[int]) -> _Columns:
+        """Those of some rows."""
+        return _Columns(*(column[rows] for column in self))
+
+
+def _columns(draws: Sequence[Draw], device: torch.device) -> _Columns:
     options = [draw.chooser.sampling for draw in draws]
-    numbers = column([uniform(draw.chooser.seed, draw.at) for draw in draws])
-    top_p = column([option.top_p if option.top_p < 1 else math.inf for option in options])
-    # Against the maximum first: neither a tiny temperature nor a huge logit overflows. The best weight is 1.
-    shifted = (logits - logits.max(dim=1, keepdim=True).values).double()
-    weights = (shifted / column([option.temperature for option in options])).exp()
-    ids: torch.Tensor | None = None
-    mass: torch.Tensor | None = None
-    if kind.top_k:
-        ids = _largest(logits, kind.top_k)
-    elif kind.nucleus:
-        mass = weights.sum(dim=1, keepdim=True)
-        candidates = _largest(logits, min(NUCLEUS_CANDIDATES, logits.shape[1]))
-        enough = weights.gather(1, candidates).sum(dim=1, keepdim=True) >= top_p * mass
-        ids = candidates if bool(enough.all()) else None
-    if ids is not None:
-        weights = weights.gather(1, ids)
+    columns = (
+        [uniform(draw.chooser.seed, draw.at) for draw in draws],
+        # Logits that differ at all differ by more than this can resolve: the limit of a temperature towards 0.
+        [max(option.temperature, 1e-20) for option in options],
+        [option.top_p if option.top_p < 1 else math.inf for option in options],
+        [option.min_p for option in options],
+    )
+    return _Columns(*torch.tensor(columns, dtype=torch.float64, device=device).unsqueeze(2))
+
+
+def _sample(logits: torch.Tensor, draws: Sequence[Draw], kind: _Filter) -> list[int]:
+    """Pick one token for each row [n, vocab], which is used up; all rows are filtered in the same way."""
+    asked = _columns(draws, logits.device)
+    if kind.nucleus and not kind.top_k:
+        return _sample_nucleus(logits, asked)
+    if not kind.top_k:
+        return _pick(_weights(logits, asked.temperature), None, asked)
+    ids = _largest(logits, kind.top_k)
+    weights = _weights(logits.gather(1, ids).double(), asked.temperature)
     if kind.nucleus:
-        weights = _nucleus(weights, top_p, mass)
-    floor = column([option.min_p for option in options])
-    weights = torch.where(weights >= floor, weights, 0.0)
-    cumulative = weights.cumsum(dim=1)
-    total = cumulative[:, -1:]
-    target = torch.minimum(numbers * total, torch.nextafter(total, torch.zeros_like(total)))
-    places = torch.searchsorted(cumulative, target, right=True)
+        weights = _nucleus(weights, asked.top_p, weights.sum(dim=1, keepdim=True))
+    return _pick(weights, ids, asked)
+
+
+def _sample_nucleus(logits: torch.Tensor, asked: _Columns) -> list[int]:
+    """Top-p without top-k: a row is sorted as far as its nucleus reaches, which is seldom far."""
+    tokens = [0] * len(logits)
+    best = logits.amax(dim=1, keepdim=True)
+    mass = ((logits - best) / asked.temperature.float()).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
+    pending = list(range(len(logits)))
+    limits = (*(limit for limit in NUCLEUS_CANDIDATES if limit < logits.shape[1]), logits.shape[1])
+    for limit in limits:
+        ids = _largest(logits[pending], limit)
+        part = asked.of(pending)
+        weights = ((logits[pending].gather(1, ids).double() - best[pending]) / part.temperature).exp_()
+        reached = weights.sum(dim=1, keepdim=True) >= part.top_p * mass[pending]
+        ready = [row for row, done in enumerate(reached.flatten().tolist()) if done or limit == limits[-1]]
+        if ready:
+            ids, part = ids[ready], part.of(ready)
+            kept = _nucleus(weights[ready], part.top_p, mass[pending][ready])
+            for row, token in zip(ready, _pick(kept, ids, part), strict=True):
+                tokens[pending[row]] = token
+            pending = [number for row, number in enumerate(pending) if row not in ready]
+        if not pending:
+            break
+    return tokens
+
+
+def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Unnormalised probabilities in place of the logits; the best is 1, so neither temperature nor logit overflows."""
+    return logits.sub_(logits.amax(dim=1, keepdim=True)).div_(temperature.to(logits.dtype)).exp_()
+
+
+def _pick(weights: torch.Tensor, ids: torch.Tensor | None, asked: _Columns) -> list[int]:
+    """One token id of each row of weights [n, c]; column ``c`` is token ``ids[:, c]``, or ``c`` itself."""
+    if bool((asked.min_p > 0).any()):
+        weights = torch.where(weights >= asked.min_p, weights, 0.0)
+    places = _invert(weights, asked.numbers)
     tokens = places if ids is None else ids.gather(1, places)
     return [int(token) for token in tokens.squeeze(1).tolist()]
 
 
 def _largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Ids [n, count] of the largest logits of each row, ascending; among equals the lower ids are in."""
-    least = logits.topk(count, dim=1).values[:, -1:]
-    above = logits > least
-    equal = logits == least
-    room = count - above.sum(dim=1, keepdim=True)
-    keep = above | (equal & (equal.cumsum(dim=1) <= room))
-    return keep.nonzero()[:, 1].view(len(logits), count)
+    if count == logits.shape[1]:
+        return torch.arange(count, device=logits.device).expand(len(logits), -1)
+    top = logits.topk(count + 1, dim=1)
+    ids = top.indices[:, :count]
+    least = top.values[:, count - 1]
+    # topk breaks ties as it likes. Only a tie across the edge matters.
+    for row in (least == top.values[:, count]).nonzero().flatten().tolist():
+        above = ids[row][top.values[row, :count] > least[row]]
+        equal = (logits[row] == least[row]).nonzero().flatten()
+        ids[row] = torch.cat([above, equal[: count - len(above)]])
+    return ids.sort(dim=1).values
 
 
-def _nucleus(weights: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
-    """Zero all but the smallest set of likeliest tokens that reaches ``top_p`` of ``mass`` (None: of all weights)."""
+def _nucleus(weights: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Zero all but the smallest set of likeliest tokens that reaches ``top_p`` of ``mass``."""
     ordered = weights.sort(dim=1, descending=True, stable=True)
-    cumulative = ordered.values.cumsum(dim=1)
-    whole = cumulative[:, -1:] if mass is None else mass
-    keep = cumulative - ordered.values < top_p * whole
-    return torch.zeros_like(weights).scatter(1, ordered.indices, torch.where(keep, ordered.values, 0.0))
+    before = ordered.values.cumsum(dim=1) - ordered.values
+    kept = torch.where(before < top_p * mass, ordered.values, 0.0)
+    return torch.zeros_like(weights).scatter(1, ordered.indices, kept)
+
+
+def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Column [n, 1] of each row at which its cumulative weight passes ``numbers`` [n, 1] of the total.
+
+    Sums of stretches come first, then one stretch is walked: a whole vocabulary is summed, not scanned.
+    """
+    rows, width = weights.shape
+    stretches = torch.nn.functional.pad(weights, (0, -width % STRETCH)).view(rows, -1, STRETCH)
+    bounds = stretches.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+    target = numbers * bounds[:, -1:]
+    stretch = _passes(bounds, target)
+    before = torch.where(stretch > 0, bounds.gather(1, (stretch - 1).clamp(min=0)), 0.0)
+    inside = stretches.gather(1, stretch.unsqueeze(2).expand(-1, -1, STRETCH)).squeeze(1)
+    return stretch * STRETCH + _passes(inside.cumsum(dim=1, dtype=torch.float64), target - before)
+
+
+def _passes(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """First column [n, 1] whose cumulative weight is above the target; by rounding a target may reach the last one."""
+    last = cumulative[:, -1:]
+    return torch.searchsorted(
+        cumulative, torch.minimum(target, torch.nextafter(last, torch.zeros_like(last))), right=True
+    )

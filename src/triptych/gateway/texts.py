@@ -57,4 +57,6 @@ def _stamp(source: str) -> Stamp:
 
 def _load(source: str) -> ChatTemplate:
     directory = Path(source)
-    return ChatTemplate.load(directory, Tokenizer.load(directory))
+    tokenizer = Tokenizer.load(directory)
+    tokenizer.encode_plain("")  # what is built on first use takes a second for a large vocabulary: not a client's
+    return ChatTemplate.load(directory, tokenizer)

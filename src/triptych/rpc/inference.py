@@ -5,8 +5,8 @@
     stream     events as they come
     end        exactly one terminal event        -> trailing spans, OK
 
-A call is served by a task of its own, which its handler only waits for: however often gRPC cancels the handler, the
-task is cancelled once, so that the role's cleanup is never interrupted.
+A call is served by a task of its own, which its handler only waits for, and an answer is closed by another one: however
+often and whenever gRPC cancels the handler, the role sees one cancellation and its cleanup is never interrupted.
 """
 # ruff: noqa: N802 - methods are named by the contract
 
@@ -26,6 +26,8 @@ from triptych.wire.gen import openengine_pb2_grpc
 from triptych.wire.status import as_typed, to_status
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import grpc
 
     from triptych.roles.contract import Answer, Role
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 STALL_SECONDS = 30.0
 """How long a consumer may leave one event unread."""
 ABORT_SECONDS = 1.0
-"""How long to wait for a status to leave; it leaves by itself once the consumer reads."""
+"""How long to wait for the status of a lost consumer to leave."""
 
 
 class Inference(openengine_pb2_grpc.InferenceServicer):
@@ -60,7 +62,7 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
             raise
 
     async def settled(self) -> None:
-        """Wait until every call that was cancelled has cleaned up."""
+        """Wait until every call that was cancelled is over and cleaned up."""
         while self._calls:
             await asyncio.wait(self._calls)
 
@@ -83,63 +85,86 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         return await self._role.accept(decode_request(message))
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
-        delivery = Delivery(context, self._stall_seconds)
         try:
             await context.send_initial_metadata(())
-            while True:
-                event = await _next(request_id, answer)
-                if not await delivery.send(event):
-                    break
-                if not isinstance(event, Tokens):
-                    if isinstance(event, Finished):
-                        context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(event.spans)),))
-                    return
+            async with asyncio.timeout(None) as scope:
+                watchdog = Watchdog(
+                    self._stall_seconds,
+                    on_stall=lambda: self._close(request_id, answer),
+                    on_loss=lambda: scope.reschedule(asyncio.get_running_loop().time()),
+                )
+                try:
+                    await self._send_all(request_id, answer, context, watchdog)
+                finally:
+                    watchdog.stop()
+        except TimeoutError:
+            await _abort(context, self._stalled())
         finally:
-            await _close(request_id, answer)
-        await delivery.give_up(request_id)
+            await asyncio.shield(self._close(request_id, answer))
+
+    async def _send_all(
+        self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext, watchdog: Watchdog
+    ) -> None:
+        while True:
+            event = await _next(request_id, answer)
+            await watchdog.watch(context.write(encode_event(event)))
+            if not isinstance(event, Tokens):
+                break
+            if watchdog.stalled:
+                await watchdog.watch(context.write(encode_event(Failed(request_id, self._stalled()))))
+                break
+        if isinstance(event, Finished):
+            context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(event.spans)),))
+
+    def _stalled(self) -> Overloaded:
+        return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
+
+    def _close(self, request_id: str, answer: Answer) -> asyncio.Task[None]:
+        """Clean up in a task of its own, which nothing cancels."""
+        closing = asyncio.create_task(_close(request_id, answer))
+        self._calls.add(closing)
+        closing.add_done_callback(self._calls.discard)
+        return closing
 
 
-class Delivery:
-    """Hands events to gRPC and measures how long one stays unread."""
+class Watchdog:
+    """Sees how long one event stays unread: one timer for a stream, nothing for an event.
 
-    def __init__(self, context: grpc.aio.ServicerContext, stall_seconds: float) -> None:
-        self._context = context
-        self._stall_seconds = stall_seconds
-        self._stuck: asyncio.Task[None] | None = None
+    gRPC takes one message at a time, so after a stall the error event can follow only once the unread one is read.
+    The stall therefore comes in two steps: the limit passes and the request is ended; it passes again with nothing
+    read and the consumer is lost.
+    """
 
-    async def send(self, event: Event) -> bool:
-        """Hand one event over; False if the consumer did not read within the limit."""
-        write = asyncio.create_task(self._context.write(encode_event(event)))
-        return await self._finish(write)
+    def __init__(self, seconds: float, *, on_stall: Callable[[], object], on_loss: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._on_stall = on_stall
+        self._on_loss = on_loss
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self.stalled = False
+        """Whether the limit has passed once."""
+        self._timer = self._loop.call_later(seconds, self._look)
 
-    async def _finish(self, write: asyncio.Task[None]) -> bool:
-        try:
-            done, _ = await asyncio.wait({write}, timeout=self._stall_seconds)
-        except asyncio.CancelledError:
-            write.cancel()
-            raise
-        if not done:
-            self._stuck = write
-            return False
-        self._stuck = None
+    async def watch(self, write: Awaitable[None]) -> None:
+        """Wait for one event to be handed over."""
+        self._since = self._loop.time()
         await write
-        return True
+        self._since = None
 
-    async def give_up(self, request_id: str) -> None:
-        """End a stalled call, whose request is closed already.
+    def stop(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
 
-        gRPC takes one message at a time, so the error event can follow only once the stuck one is read. If that
-        does not happen within the limit either, the call ends with a status instead.
-        """
-        error = Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
-        if self._stuck is not None and await self._finish(self._stuck) and await self.send(Failed(request_id, error)):
-            return
-        code, message, trailers = to_status(error)
-        abort = asyncio.create_task(self._context.abort(code, message, trailers))
-        done, _ = await asyncio.wait({abort}, timeout=ABORT_SECONDS)
-        if done:
-            await abort
-        abort.add_done_callback(_retrieve)
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._since is not None and now >= self._since + self._seconds:
+            if self.stalled:
+                self._on_loss()
+                return
+            self.stalled = True
+            self._on_stall()
+            self._since = now
+        self._timer = self._loop.call_at((self._since or now) + self._seconds, self._look)
 
 
 async def _next(request_id: str, answer: Answer) -> Event:
@@ -159,6 +184,16 @@ async def _next(request_id: str, answer: Answer) -> Event:
     else:
         return event
     return Failed(request_id, error)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: TriptychError) -> None:
+    """End a call whose consumer does not read; the status leaves by itself once it does."""
+    code, message, trailers = to_status(error)
+    abort = asyncio.create_task(context.abort(code, message, trailers))
+    done, _ = await asyncio.wait({abort}, timeout=ABORT_SECONDS)
+    if done:
+        await abort
+    abort.add_done_callback(_retrieve)
 
 
 def _retrieve(abort: asyncio.Task[None]) -> None:

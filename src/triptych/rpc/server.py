@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from typing import TYPE_CHECKING
 
 import grpc
@@ -57,6 +59,7 @@ async def serve_role(
             f"{address} can be reached from other machines and the traffic is not encrypted; "
             "listen on 127.0.0.1 or [::1], or pass --allow-plaintext"
         )
+    _refuse_unbindable(address)
     inference = Inference(role, stall_seconds)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     openengine_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -64,6 +67,25 @@ async def serve_role(
     try:
         bound = server.add_insecure_port(str(address))
     except RuntimeError as error:
-        raise StartupError(f"cannot listen on {address}: the port is taken or the host is not ours") from error
+        raise StartupError(f"cannot listen on {address}") from error
     await server.start()
     return RoleServer(server, inference, address._replace(port=bound))
+
+
+def _refuse_unbindable(address: Address) -> None:
+    """Bind once ourselves: unlike gRPC, the system says why it cannot be done."""
+    failures: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, target in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(target)
+                except OSError as error:
+                    failures.append(error)
+    except OSError as error:  # an unknown host, or a family that this machine lacks
+        raise StartupError(f"cannot listen on {address}: {error.strerror}") from error
+    # A name may have addresses of a family that is switched off; gRPC needs only one of them.
+    if len(failures) == len(found) or any(failure.errno == errno.EADDRINUSE for failure in failures):
+        raise StartupError(f"cannot listen on {address}: {failures[0].strerror}") from failures[0]

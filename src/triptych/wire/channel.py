@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from triptych.core.errors import Cancelled, Draining, ModelNotFound, RequestNotFound, TriptychError
+from triptych.core.errors import Cancelled, Draining, InvalidRequest, ModelNotFound, RequestNotFound, TriptychError
 from triptych.core.events import Event, Failed, Finished, Span, Tokens
 from triptych.wire.codec import encode_request
 from triptych.wire.codec_events import SPANS_TRAILER, decode_event, decode_spans
@@ -59,7 +59,11 @@ class EngineChannel:
         Raises:
             TriptychError: no event came, so nothing is lost by trying elsewhere what is retryable.
         """
-        call = self._inference.Generate(encode_request(request))
+        message = encode_request(request)
+        size = message.ByteSize()
+        if size > MAX_MESSAGE:
+            raise InvalidRequest(f"the request has {size} bytes with its media; at most {MAX_MESSAGE}")
+        call = self._inference.Generate(message)
         try:
             first = await _read(call, self.address)
         except BaseException:

@@ -1,0 +1,76 @@
+"""A whole engine around a fake model, without its thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tests.engine.fakes import FakeTower, HashModel
+from triptych.core.config import SchedulerConfig
+from triptych.core.events import Failed, Finished, Tokens
+from triptych.engine.kv_pool import allocate
+from triptych.engine.runner import Runner
+from triptych.engine.scheduler import Scheduler
+from triptych.models.contract import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from triptych.core.request import Request
+    from triptych.core.step import StepPlan, StepResult
+
+ROOMY = SchedulerConfig(
+    max_batched_tokens=512,
+    max_running_requests=16,
+    max_context=512,
+    block_size=16,
+    num_blocks=256,
+    encoder_items=8,
+    encoder_tokens=4096,
+    encoder_cache_bytes=1 << 20,
+)
+
+
+class Bench:
+    """Scheduler, runner, fake model and what came out."""
+
+    def __init__(self, model: object = None, tower: FakeTower | None = None, **changes: int) -> None:
+        self.config = dataclasses.replace(ROOMY, **changes)
+        self.model = model or HashModel()
+        self.tower = tower or FakeTower()
+        spec = self.model.spec
+        self.kv = allocate(spec, self.config.num_blocks, self.config.block_size)
+        self.runner = Runner(Model(self.model, self.tower), self.kv, self.config)
+        self.scheduler = Scheduler(self.config, spec.row_width * spec.dtype.itemsize)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, Finished | Failed] = {}
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
+
+    def step(self) -> StepResult:
+        plan = self.scheduler.plan(0.0)
+        result = self.runner.run(plan)
+        self.plans.append(plan)
+        self.results.append(result)
+        for event in self.scheduler.apply(result, 0.0):
+            if isinstance(event, Tokens):
+                self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            else:
+                self.ends[event.request_id] = event
+        self.scheduler.check_integrity()
+        return result
+
+    def run(self, requests: Iterable[Request] = ()) -> dict[str, list[int]]:
+        """Add the requests and step until nothing is live; the tokens of all so far."""
+        for request in requests:
+            self.scheduler.add(request)
+        while self.scheduler.busy:
+            self.step()
+        statistics = self.scheduler.statistics()
+        assert statistics.blocks.held == statistics.encoder_cache.held_bytes == 0
+        return self.tokens
+
+
+def alone(request: Request, model: object = None, **changes: int) -> list[int]:
+    """The answer of a fresh engine that has nothing else to do."""
+    return Bench(model, **changes).run([request])[request.request_id]

@@ -1,0 +1,116 @@
+"""A random Qwen3-VL checkpoint in the engine: the tokens do not depend on how the requests were scheduled."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import token_ids
+from tests.engine.setup import Bench
+from triptych.core.media import Picture
+from triptych.core.request import CacheOptions, Request, Sampling, Stopping
+from triptych.models.registry import load_model
+from triptych.processors.registry import load_processor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from triptych.models.contract import Model
+    from triptych.processors.contract import Processor
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Model:
+    return load_model(checkpoint("vl-deepstack"), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def requests(checkpoint: Callable[[str], Path]) -> list[Request]:
+    processor = load_processor(checkpoint("vl-deepstack"))
+    return [make(processor, f"r{number}", number) for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model, requests: list[Request]) -> dict[str, list[int]]:
+    """Each request alone in a fresh engine, its prompt in one piece."""
+    return {each.request_id: bench(model).run([each])[each.request_id] for each in requests}
+
+
+def bench(model: Model, **changes: int) -> Bench:
+    return Bench(model.text, model.tower, **{"encoder_cache_bytes": 1 << 24, **changes})
+
+
+def make(processor: Processor, name: str, seed: int) -> Request:
+    """Zero to three pictures of odd sizes in random text; the first text is the same for all."""
+    draw = random.Random(seed)
+    ids = token_ids()
+    words = [*range(40, 80)]
+    inputs = []
+    for index in range(seed % 4):
+        words += [draw.randrange(700) for _ in range(draw.randrange(1, 20))]
+        words += [ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]]
+        pixels = np.random.default_rng(seed * 10 + index).integers(
+            0, 256, (draw.randrange(40, 200), draw.randrange(40, 200), 3), np.uint8
+        )
+        inputs.append(processor.encoder_input(index, Picture(pixels), (seed * 10 + index).to_bytes(32, "big")))
+    words += [draw.choice([w for w in range(700) if w not in ids.values()]) for _ in range(draw.randrange(1, 30))]
+    words = [w if w not in ids.values() or w in VISION(ids) else 41 for w in words]
+    plan, placed = processor.plan(np.array(words, np.int32), inputs)
+    return Request(
+        request_id=name,
+        plan=plan,
+        positions=processor.positions(plan),
+        inputs=placed,
+        sampling=Sampling(temperature=0),
+        stopping=Stopping(max_tokens=12, ignore_eos=True),
+        eos_token_ids=frozenset(),
+        cache=CacheOptions(),
+        arrival=0.0,
+    )
+
+
+def VISION(ids: dict[str, int]) -> set[int]:  # noqa: N802
+    return {ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]}
+
+
+@pytest.mark.parametrize("chunk", [16, 23, 64, 512])
+def test_chunks_in_a_batch_of_sixteen(
+    chunk: int, model: Model, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    assert bench(model, max_batched_tokens=chunk).run(requests) == expected
+
+
+def test_preemption(model: Model, requests: list[Request], expected: dict[str, list[int]]) -> None:
+    tight = bench(model, block_size=2, num_blocks=130, max_batched_tokens=96)
+    assert tight.run(requests) == expected
+    assert tight.scheduler.statistics().preemptions > 0
+
+
+def test_prefix_hits_at_every_block(model: Model, requests: list[Request], expected: dict[str, list[int]]) -> None:
+    target = requests[2]
+    seen = set()
+    for chunk in range(16, len(target.plan), 16):
+        engine = bench(model, max_batched_tokens=chunk)
+        engine.scheduler.add(target)
+        engine.step()
+        engine.scheduler.abort(target.request_id, 0.0)
+        engine.tokens.clear()
+        assert engine.run([target])[target.request_id] == expected[target.request_id]
+        seen.add(engine.ends[target.request_id].usage.cached_prompt_tokens)
+    assert len(seen) > 3
+    assert all(cached % 16 == 0 for cached in seen)
+
+
+def test_a_picture_seen_before_is_neither_encoded_nor_prefilled_again(
+    model: Model, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    engine = bench(model)
+    for _ in range(2):
+        engine.tokens.clear()
+        assert engine.run([requests[3]])["r3"] == expected["r3"]
+    assert engine.scheduler.statistics().encoded_items == 3
+    assert engine.ends["r3"].usage.cached_prompt_tokens == (len(requests[3].plan) - 1) // 16 * 16

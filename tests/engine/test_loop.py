@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engine.setup import Bench, alone
+from tests.requests import item, request
+from triptych.core.errors import Draining, DuplicateRequest, Internal, InvalidRequest, Overloaded, PromptTooLong
+from triptych.core.events import Failed, Finished, FinishReason, Tokens
+from triptych.core.request import Stopping
+from triptych.engine.loop import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from triptych.core.events import Event
+    from triptych.core.step import StepPlan, StepResult
+
+PATIENCE = 30.0
+"""Seconds after which a wait has failed; no test needs a fraction of it."""
+
+
+class Ear:
+    """What was delivered, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.threads: set[int] = set()
+        self._changed = threading.Condition()
+
+    def hear(self, events: tuple[Event, ...]) -> None:
+        assert events
+        with self._changed:
+            self.events.extend(events)
+            self.threads.add(threading.get_ident())
+            self._changed.notify_all()
+
+    def wait(self, what: object) -> None:
+        with self._changed:
+            assert self._changed.wait_for(what, PATIENCE), f"not heard: {self.events}"
+
+    def end(self, request_id: str) -> Finished | Failed:
+        def find() -> list[Event]:
+            return [e for e in self.events if e.request_id == request_id and not isinstance(e, Tokens)]
+
+        self.wait(find)
+        (end,) = find()
+        return end
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for e in self.events if isinstance(e, Tokens) and e.request_id == request_id for t in e.token_ids]
+
+
+class Gate:
+    """A runner that can be held in the middle of a step, and made to break."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._runner = bench.runner
+        self.open = threading.Event()
+        self.open.set()
+        self.inside = threading.Event()
+        self.error: Exception | None = None
+        self.steps = 0
+
+    def check(self, made: object) -> None:
+        self._runner.check(made)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        self.inside.set()
+        assert self.open.wait(PATIENCE)
+        if self.error is not None:
+            raise self.error
+        return self._runner.run(plan)
+
+
+class Running:
+    def __init__(self, **changes: int) -> None:
+        self.bench = Bench(**changes)
+        self.gate = Gate(self.bench)
+        self.ear = Ear()
+        self.engine = Engine(self.bench.scheduler, self.gate, check=True)
+
+
+@contextmanager
+def running(**changes: int) -> Iterator[Running]:
+    made = Running(**changes)
+    made.engine.start(made.ear.hear)
+    try:
+        yield made
+    finally:
+        made.gate.open.set()
+        made.engine.stop()
+
+
+def text(name: str, length: int = 5, tokens: int = 6) -> object:
+    return request(name, [10 + n % 40 for n in range(length)], stopping=Stopping(max_tokens=tokens, ignore_eos=True))
+
+
+def endless(name: str) -> object:
+    return text(name, tokens=400)
+
+
+def test_answers_are_those_given_alone() -> None:
+    made = [text(f"r{n}", 3 + n) for n in range(8)]
+    made.append(request("p", [10] * 12, [item(1, (2, 6))], stopping=Stopping(max_tokens=6, ignore_eos=True)))
+    with running() as run:
+        for each in made:
+            run.engine.submit(each)
+        for each in made:
+            assert isinstance(run.ear.end(each.request_id), Finished)
+            assert run.ear.tokens(each.request_id) == alone(each)
+        assert len(run.ear.threads) == 1
+        assert threading.get_ident() not in run.ear.threads
+
+
+def test_an_idle_engine_makes_no_steps() -> None:
+    with running() as run:
+        run.engine.submit(text("a"))
+        run.ear.end("a")
+        assert run.engine.wait_quiet(PATIENCE)
+        run.engine.submit(text("b", tokens=1))
+        run.ear.end("b")
+        assert run.engine.wait_quiet(PATIENCE)
+    # six steps for one answer, one for the other, and at most one each to drop their state
+    assert run.gate.steps <= 6 + 1 + 2
+
+
+def test_abort_in_the_middle_of_a_step() -> None:
+    with running() as run:
+        run.engine.submit(endless("a"))
+        run.ear.wait(lambda: run.ear.tokens("a"))
+        run.gate.open.clear()
+        run.gate.inside.clear()
+        assert run.gate.inside.wait(PATIENCE)
+        run.engine.abort("a")
+        run.gate.open.set()
+        assert run.ear.end("a").reason is FinishReason.CANCELLED
+        assert run.engine.wait_quiet(PATIENCE)
+    assert run.engine.load().used_blocks == 0
+    assert run.engine.failure is None
+
+
+def test_aborts_of_strangers_and_of_the_finished_do_nothing() -> None:
+    with running() as run:
+        run.engine.abort("nobody")
+        run.engine.submit(text("a"))
+        run.ear.end("a")
+        run.engine.abort("a")
+        run.engine.submit(text("b"))
+        assert isinstance(run.ear.end("b"), Finished)
+
+
+def test_an_id_is_free_as_soon_as_its_end_is_heard() -> None:
+    heard: list[Event] = []
+    done = threading.Event()
+    bench = Bench()
+    engine = Engine(bench.scheduler, bench.runner)
+
+    def hear(events: tuple[Event, ...]) -> None:
+        for event in events:
+            if not isinstance(event, Tokens):
+                heard.append(event)
+                if len(heard) == 1:
+                    engine.submit(text("a"))
+                else:
+                    done.set()
+
+    engine.start(hear)
+    engine.submit(text("a"))
+    assert done.wait(PATIENCE)
+    engine.stop()
+    assert all(isinstance(event, Finished) for event in heard)
+
+
+def test_refusals_are_raised_before_acceptance_and_leave_nothing() -> None:
+    with running(max_context=64, max_waiting_requests=1, max_running_requests=1) as run:
+        with pytest.raises(PromptTooLong):
+            run.engine.submit(text("a", 64))
+        with pytest.raises(InvalidRequest, match="token id 4711"):
+            run.engine.submit(request("a", [4711]))
+        run.engine.submit(endless("a"))
+        with pytest.raises(DuplicateRequest):
+            run.engine.submit(text("a"))
+        run.ear.wait(lambda: run.ear.tokens("a"))
+        run.gate.open.clear()
+        run.engine.submit(text("b"))
+        with pytest.raises(Overloaded):
+            run.engine.submit(text("c"))
+        with pytest.raises(Overloaded):
+            run.engine.check_queue()
+        assert run.engine.load().queued_requests == 1
+        assert run.engine.live == 2
+
+
+def test_stop_cancels_what_is_live_and_refuses_what_comes() -> None:
+    with running(max_running_requests=1) as run:
+        for name in "ab":
+            run.engine.submit(endless(name))
+        run.ear.wait(lambda: run.ear.tokens("a"))
+        run.engine.stop()
+        assert run.ear.end("a").reason is FinishReason.CANCELLED
+        assert run.ear.end("b").reason is FinishReason.CANCELLED
+        with pytest.raises(Draining):
+            run.engine.submit(text("c"))
+        run.engine.stop()
+    assert run.engine.load().used_blocks == 0
+    assert run.engine.wait_quiet(0)
+
+
+def test_waiting_for_quiet_has_a_deadline() -> None:
+    with running() as run:
+        run.gate.open.clear()
+        run.engine.submit(text("a"))
+        assert not run.engine.wait_quiet(0.01)
+        run.gate.open.set()
+        assert run.engine.wait_quiet(PATIENCE)
+        assert isinstance(run.ear.end("a"), Finished)
+
+
+def test_a_broken_loop_fails_everybody_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.CRITICAL), running(max_running_requests=1) as run:
+        run.gate.open.clear()
+        for name in "ab":
+            run.engine.submit(endless(name))
+        run.gate.error = MemoryError("of the machine, 0xdeadbeef")
+        run.gate.open.set()
+        for name in "ab":
+            end = run.ear.end(name)
+            assert isinstance(end, Failed)
+            assert isinstance(end.error, Internal)
+            assert "deadbeef" not in str(end.error)
+        assert run.engine.wait_quiet(PATIENCE)
+        assert isinstance(run.engine.failure, Internal)
+        with pytest.raises(Draining, match="failed"):
+            run.engine.submit(text("c"))
+
+
+def test_a_receiver_that_breaks_is_a_failure_of_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    def hear(events: tuple[Event, ...]) -> None:
+        raise RuntimeError("nobody listens")
+
+    bench = Bench()
+    engine = Engine(bench.scheduler, bench.runner)
+    with caplog.at_level(logging.CRITICAL):
+        engine.start(hear)
+        engine.submit(text("a"))
+        assert engine.wait_quiet(PATIENCE)
+        engine.stop()
+    assert engine.failure is not None
+
+
+def test_load_and_statistics_are_plain_numbers() -> None:
+    with running() as run:
+        run.engine.submit(text("a", 20))
+        run.ear.end("a")
+        assert run.engine.wait_quiet(PATIENCE)
+        statistics = run.engine.statistics()
+    assert set(statistics) == {"scheduler", "kv_blocks", "encoder_cache"}
+    assert all(isinstance(value, int | float) for ledger in statistics.values() for value in ledger.values())
+    assert statistics["scheduler"]["finished"] == 1
+    assert statistics["scheduler"]["generated_tokens"] == 6
+    assert statistics["kv_blocks"]["held"] == 0
+
+
+def test_many_threads_submit_and_abort() -> None:
+    made = {f"r{n}": text(f"r{n}", 3 + n % 9, 8) for n in range(120)}
+    expected = {name: alone(made[name]) for name in list(made)[:9]}
+    with running(num_blocks=24, block_size=4, max_running_requests=6) as run:
+
+        def client(names: list[str]) -> None:
+            for name in names:
+                run.engine.submit(made[name])
+                if int(name[1:]) % 3 == 0:
+                    run.engine.abort(name)
+
+        threads = [threading.Thread(target=client, args=(list(made)[n::4],)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name in made:
+            end = run.ear.end(name)
+            assert isinstance(end, Finished)
+            tokens, whole = run.ear.tokens(name), expected[f"r{int(name[1:]) % 9}"]
+            assert tokens == whole if end.reason is FinishReason.LENGTH else tokens == whole[: len(tokens)]
+        assert run.engine.wait_quiet(PATIENCE)
+    assert run.engine.failure is None
+    assert run.engine.load().used_blocks == 0

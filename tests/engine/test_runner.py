@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.engine.fakes import HashModel, picture_rows, spec
+from tests.engine.setup import Bench, alone
+from tests.requests import content_key, item, request
+from triptych.core.errors import InvalidRequest, StartupError
+from triptych.core.events import Failed
+from triptych.core.request import Stopping
+from triptych.core.step import EncodeTask, StepPlan, TokenSlice
+from triptych.engine.batch import BatchBuilder
+from triptych.engine.kv_pool import allocate, count_blocks
+from triptych.engine.runner import Runner
+from triptych.models.contract import Model
+
+STOPPING = Stopping(max_tokens=4, ignore_eos=True)
+
+
+def text(name: str, length: int, first: int = 10) -> object:
+    return request(name, [first, *(20 + n % 50 for n in range(length - 1))], stopping=STOPPING)
+
+
+def shown(name: str, *pictures: int, rows: int = 6) -> object:
+    items = [item(picture, (2 + number * (rows + 1), rows)) for number, picture in enumerate(pictures)]
+    return request(name, [10] * (items[-1].end + 3), items, stopping=STOPPING)
+
+
+# -- the packed batch -----------------------------------------------------------------------------
+
+
+def builder(axes: int = 1) -> BatchBuilder:
+    return BatchBuilder(spec(axes=axes), Bench(block_size=4).config)
+
+
+def piece(name: str, start: int, length: int, blocks: tuple[int, ...] = (), **more: object) -> TokenSlice:
+    options = {"table_from": 0, "rows": (), "samples": True} | more
+    return TokenSlice(name, start, length, blocks=blocks, **options)
+
+
+def test_single_tokens_come_first_and_every_token_finds_its_slot() -> None:
+    packer = builder()
+    packer.start(request("long", [10, 11, 12, 13, 14], delta=0))
+    packer.start(request("one", [20, 21, 22], delta=0))
+    slices = [piece("long", 0, 5, (7, 3)), piece("one", 2, 1, (9,))]
+    for each in slices:
+        packer.extend(each)
+    batch, order = packer.build(slices, {})
+    assert [each.request_id for each in order] == ["one", "long"]
+    assert batch.singles == 1
+    assert batch.starts == (0, 1, 6)
+    assert batch.contexts == (3, 5)
+    assert batch.token_ids.tolist() == [22, 10, 11, 12, 13, 14]
+    assert batch.positions.tolist() == [[2, 0, 1, 2, 3, 4]]
+    assert batch.slots.tolist() == [9 * 4 + 2, 28, 29, 30, 31, 12]
+    assert batch.block_tables.tolist() == [[9, 0], [7, 3]]
+    assert batch.sample_at.tolist() == [0, 5]
+    assert batch.media_at is None
+
+
+def test_positions_go_on_after_the_prompt_by_the_delta_on_every_axis() -> None:
+    packer = builder(axes=3)
+    packer.start(request("r", [10, 11, 12], axes=3, delta=-2, stopping=Stopping(max_tokens=9)))
+    packer.extend(piece("r", 0, 3, (0, 1)))
+    packer.append("r", 3, 40)
+    packer.append("r", 4, 41)
+    decode, _ = packer.build([piece("r", 4, 1, table_from=2)], {})
+    assert (decode.token_ids.tolist(), decode.positions.tolist()) == ([41], [[2], [2], [2]])
+    replay, _ = packer.build([piece("r", 1, 4, table_from=2)], {})
+    assert replay.token_ids.tolist() == [11, 12, 40, 41]
+    assert replay.positions.tolist() == [[1, 2, 1, 2]] * 3
+
+
+def test_a_new_table_forgets_the_old_one() -> None:
+    packer = builder()
+    packer.start(request("r", [10] * 9))
+    packer.extend(piece("r", 0, 9, (1, 2, 3)))
+    packer.extend(piece("r", 0, 4, (5, 6), table_from=0))
+    assert packer.blocks("r") == [5, 6]
+    packer.extend(piece("r", 4, 1, (8,), table_from=1))
+    assert packer.blocks("r") == [5, 8]
+
+
+@pytest.mark.parametrize("start", range(12))
+@pytest.mark.parametrize("length", [1, 2, 5, 12])
+def test_rows_are_copied_by_the_mask(start: int, length: int) -> None:
+    # two runs with text between them, a framing token inside the second; rows of two pictures
+    first, second = item(1, (1, 3), (5, 3), framing=(6,)), item(2, (9, 3))
+    length = min(length, 12 - start)
+    packer = builder()
+    packer.start(request("r", [10] * 12, [first, second]))
+    names = tuple(
+        (i, each.content_key) for i, each in enumerate((first, second)) if each.overlaps(start, start + length)
+    )
+    only = piece("r", start, length, (0, 1, 2), rows=names)
+    packer.extend(only)
+    batch, _ = packer.build([only], {content_key(1): picture_rows(1, 5), content_key(2): picture_rows(2, 3)})
+    takes = {1: (1, 0), 2: (1, 1), 3: (1, 2), 5: (1, 3), 7: (1, 4), 9: (2, 0), 10: (2, 1), 11: (2, 2)}
+    expected = {at - start: row for at, row in takes.items() if start <= at < start + length}
+    if not expected:
+        assert batch.media_at is None
+        return
+    rows = [(int(row[0]), int(row[1])) for row in batch.media_rows]
+    assert dict(zip(batch.media_at.tolist(), rows, strict=True)) == expected
+
+
+# -- encoding -------------------------------------------------------------------------------------
+
+
+def test_the_items_of_a_step_are_one_call_of_the_tower() -> None:
+    bench = Bench()
+    bench.run([shown("a", 1, 2), shown("b", 3)])
+    assert bench.tower.calls == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("trouble", ["raises", "too many rows", "too narrow", "not finite"])
+def test_a_bad_item_fails_its_own_request_only(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    match trouble:
+        case "raises":
+            bench.tower.broken = {2}
+        case "too many rows":
+            bench.tower.wrong = {2: picture_rows(2, 7)}
+        case "too narrow":
+            bench.tower.wrong = {2: picture_rows(2, 6)[:, :-1]}
+        case "not finite":
+            bench.tower.wrong = {2: picture_rows(2, 6) * float("nan")}
+    with caplog.at_level(logging.CRITICAL):
+        bench.run([shown("a", 1), shown("bad", 3, 2), shown("c", 4), text("text", 5)])
+    assert isinstance(bench.ends["bad"], Failed)
+    assert "media item 1" in str(bench.ends["bad"].error)
+    assert bench.tokens["a"] == alone(shown("a", 1))
+    assert bench.tokens["c"] == alone(shown("c", 4))
+    assert bench.tokens["text"] == alone(text("text", 5))
+
+
+def test_too_few_outputs_are_asked_for_one_by_one() -> None:
+    bench = Bench()
+    bench.tower.short = True
+    bench.run([shown("a", 1), shown("b", 2)])
+    assert bench.tower.calls == [[1, 2], [1], [2]]
+    assert bench.tokens["b"] == alone(shown("b", 2))
+
+
+def test_stored_rows_do_not_keep_the_whole_batch_alive() -> None:
+    class Batched:
+        def encode(self, inputs: list) -> list[torch.Tensor]:
+            together = torch.cat([picture_rows(int(i.patches[0, 0]), i.layout.rows) for i in inputs])
+            return list(together.split([i.layout.rows for i in inputs]))
+
+    bench = Bench(tower=Batched())
+    for each in (shown("a", 1), shown("b", 2)):
+        bench.scheduler.add(each)
+    bench.step()
+    for rows in bench.runner._rows.values():
+        assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_evicted_rows_are_dropped() -> None:
+    bench = Bench(encoder_cache_bytes=6 * spec().row_width * 4)
+    bench.run([shown("a", 1), shown("b", 2)])
+    assert set(bench.runner._rows) == {content_key(2)}
+
+
+# -- computing ------------------------------------------------------------------------------------
+
+
+def test_a_token_that_breaks_the_model_fails_its_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(HashModel(broken={66}))
+    with caplog.at_level(logging.CRITICAL):
+        bench.run([text("a", 5), text("bad", 5, first=66), text("c", 7, first=11)])
+    assert isinstance(bench.ends["bad"], Failed)
+    assert "66" not in str(bench.ends["bad"].error)
+    assert bench.tokens["a"] == alone(text("a", 5))
+    assert bench.tokens["c"] == alone(text("c", 7, first=11))
+
+
+def test_logits_that_are_not_numbers_fail_one_request_and_its_blocks_can_be_used_again() -> None:
+    bench = Bench(HashModel(poison={66}), num_blocks=4)
+    bench.run([text("bad", 20, first=66)])
+    assert isinstance(bench.ends["bad"], Failed)
+    assert all(torch.isfinite(storage).all() for storage in (*bench.kv.keys, *bench.kv.values))
+    assert bench.run([text("a", 40)])["a"] == alone(text("a", 40))
+
+
+def test_exhausted_memory_is_not_swallowed() -> None:
+    class Hungry(HashModel):
+        def forward(self, batch: object, kv: object) -> torch.Tensor:
+            raise MemoryError
+
+    bench = Bench(Hungry())
+    bench.scheduler.add(text("a", 5))
+    with pytest.raises(MemoryError):
+        bench.step()
+
+
+def test_rows_that_are_not_there_fail_the_request_that_reads_them() -> None:
+    bench = Bench()
+    made = shown("a", 1)
+    plan = StepPlan(
+        starts=(made, text("b", 3)),
+        tokens=(
+            piece("a", 0, 8, (0,), rows=((0, content_key(1)),), samples=False),
+            piece("b", 0, 3, (1,)),
+        ),
+    )
+    result = bench.runner.run(plan)
+    assert set(result.failures) == {"a"}
+    assert set(result.sampled) == {"b"}
+
+
+def test_an_encode_without_tokens_is_stored() -> None:
+    bench = Bench()
+    result = bench.runner.run(StepPlan(starts=(shown("a", 1),), encode=(EncodeTask("a", 0, content_key(1)),)))
+    assert result.encoded == (content_key(1),)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, 97, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(InvalidRequest, match=str(token)):
+        Bench().runner.check(request("r", [10, token]))
+
+
+def test_positions_of_another_model_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="3 axes"):
+        Bench().runner.check(request("r", [10], axes=3))
+
+
+def test_media_without_a_tower_are_refused() -> None:
+    bench = Bench()
+    runner = Runner(Model(bench.model, None), bench.kv, bench.config)
+    with pytest.raises(InvalidRequest, match="tower"):
+        runner.check(shown("a", 1))
+
+
+# -- the pool -------------------------------------------------------------------------------------
+
+
+def test_the_pool_holds_as_many_blocks_as_fit() -> None:
+    shape = spec()
+    blocks = count_blocks(shape, 1000 * shape.kv_bytes_per_token(), 16)
+    assert blocks == 62
+    kv = allocate(shape, blocks, 16)
+    assert kv.keys[0].shape == (62, 1, 16, 3)
+    assert sum(t.nbytes for t in (*kv.keys, *kv.values)) == 62 * 16 * shape.kv_bytes_per_token()
+
+
+def test_too_small_a_pool_says_the_flag_and_what_would_do() -> None:
+    shape = spec()
+    with pytest.raises(StartupError, match="--kv-cache-bytes") as refusal:
+        count_blocks(shape, 100, 16)
+    smallest = int(str(refusal.value).rsplit(" ", 1)[1])
+    assert count_blocks(shape, smallest, 16) == 16
+
+
+def test_more_than_the_memory_there_is_says_the_flag() -> None:
+    with pytest.raises(StartupError, match=r"--kv-cache-bytes.*available"):
+        count_blocks(spec(), 1 << 60, 16)

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.requests import EOS, request
+from triptych.core.request import Sampling, Stopping
+from triptych.engine import sampler
+from triptych.engine.sampler import Chooser, Draw, choose_tokens, uniform
+
+VOCAB = 50
+
+
+def chooser(sampling: Sampling, stopping: Stopping | None = None, prompt: tuple[int, ...] = (10, 11, 12)) -> Chooser:
+    return Chooser(request("r", prompt, sampling=sampling, stopping=stopping), VOCAB)
+
+
+def logits(seed: int, rows: int = 1, *, step: float = 0.0) -> torch.Tensor:
+    """[rows, VOCAB]; rounded to multiples of ``step`` so that there are ties."""
+    values = np.random.default_rng(seed).normal(size=(rows, VOCAB)).astype(np.float32) * 2
+    return torch.from_numpy(np.round(values / step).astype(np.float32) * np.float32(step) if step else values)
+
+
+def reference(row: np.ndarray, sampling: Sampling, number: float) -> int:
+    """The definition, in plain numpy and without thought for speed."""
+    if sampling.temperature == 0:
+        return int(row.argmax())
+    order = np.argsort(-row, kind="stable")
+    kept = order[: sampling.top_k or len(row)]
+    weights = np.exp((row.astype(np.float64) - row.max()) / sampling.temperature)
+    before = np.cumsum(weights[kept]) - weights[kept]
+    if sampling.top_p < 1:
+        kept = kept[before < sampling.top_p * weights[kept].sum()]
+    kept = np.sort(kept[weights[kept] >= sampling.min_p * weights.max()])
+    cumulative = np.cumsum(weights[kept])
+    return int(kept[min(np.searchsorted(cumulative, number * cumulative[-1], side="right"), len(kept) - 1)])
+
+
+options = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0, 0.05, 0.7, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 3, 20, VOCAB, 1000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(batch=st.lists(options, min_size=1, max_size=6), seed=st.integers(0, 999), step=st.sampled_from([0.0, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_every_row_of_a_mixed_batch_is_what_the_definition_says(batch: list[Sampling], seed: int, step: float) -> None:
+    rows = logits(seed, len(batch), step=step)
+    expected = [reference(row.numpy(), each, uniform(each.seed, 9)) for row, each in zip(rows, batch, strict=True)]
+    assert choose_tokens(rows.clone(), [Draw(chooser(each), 9) for each in batch]) == expected
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.95])
+def test_top_p_looks_at_all_tokens_when_the_first_candidates_do_not_suffice(
+    monkeypatch: pytest.MonkeyPatch, top_p: float
+) -> None:
+    monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", (4, 20))
+    each = Sampling(temperature=2.0, top_p=top_p, seed=5)
+    for seed in range(40):
+        row = logits(seed)
+        expected = reference(row[0].numpy(), each, uniform(5, 3 + seed))
+        assert choose_tokens(row, [Draw(chooser(each), 3 + seed)]) == [expected]
+
+
+def test_a_large_vocabulary_is_walked_in_stretches_to_the_same_token() -> None:
+    row = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 1000)).astype(np.float32))
+    for at in range(3, 203):
+        each = Sampling(seed=1, min_p=0.02 * (at % 2))
+        expected = reference(row[0].numpy(), each, uniform(1, at))
+        assert choose_tokens(row.clone(), [Draw(Chooser(request("r", [10], sampling=each), 1000), at)]) == [expected]
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(seed=1),
+        Sampling(temperature=0.5, seed=2),
+        Sampling(top_k=7, seed=3),
+        Sampling(temperature=2, top_p=0.7, seed=4),
+    ],
+)
+def test_tokens_come_as_often_as_they_should(sampling: Sampling) -> None:
+    row = logits(3)[0].numpy().astype(np.float64)
+    weights = np.exp((row - row.max()) / sampling.temperature)
+    order = np.argsort(-row)
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0
+    if sampling.top_p < 1:
+        before = np.cumsum(weights[order]) - weights[order]
+        weights[order[before >= sampling.top_p * weights.sum()]] = 0
+    count = 4000
+    rows = logits(3).expand(count, -1).clone()
+    same = chooser(sampling)
+    drawn = np.bincount(choose_tokens(rows, [Draw(same, 3 + at) for at in range(count)]), minlength=VOCAB)
+    assert not drawn[weights == 0].any()
+    probabilities = weights[weights > 0] / weights.sum()
+    # mean and spread of a chi-square are its degrees of freedom and their doubled root
+    freedom = len(probabilities) - 1
+    assert chi_square(drawn[weights > 0], probabilities) < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_the_numbers_are_uniform_and_seeds_and_indices_do_not_correlate() -> None:
+    numbers = np.array([[uniform(seed, index) for index in range(64)] for seed in range(64)])
+    assert chi_square(np.histogram(numbers, bins=64, range=(0, 1))[0], np.full(64, 1 / 64)) < 63 + 4 * math.sqrt(126)
+    assert abs(np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1]) < 0.06
+    assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.06
+
+
+def test_a_seed_gives_the_same_token_alone_and_in_company() -> None:
+    each = chooser(Sampling(seed=7, top_p=0.9))
+    row = logits(1)
+    alone = choose_tokens(row.clone(), [Draw(each, 4)])
+    company = [chooser(Sampling(seed=s, top_k=s)) for s in range(5)]
+    rows = torch.cat([logits(2, 5), row])
+    assert choose_tokens(rows, [*(Draw(other, 4) for other in company), Draw(each, 4)])[-1:] == alone
+
+
+def test_greedy_takes_the_lowest_of_equal_ids() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, [30, 20]] = 1.0
+    assert choose_tokens(row, [Draw(chooser(Sampling(temperature=0)), 3)]) == [20]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e30])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    row = logits(1)
+    (token,) = choose_tokens(row.clone(), [Draw(chooser(Sampling(temperature=temperature, seed=1)), 3)])
+    assert token == int(row.argmax()) or (temperature > 1 and 0 <= token < VOCAB)
+
+
+# -- penalties and masks --------------------------------------------------------------------------
+
+
+def penalised(sampling: Sampling, generated: list[int]) -> torch.Tensor:
+    each = chooser(sampling)
+    for token in generated:
+        each.observe(token)
+    row = logits(4)[0]
+    each.adjust(row, 3 + len(generated))
+    return row
+
+
+def test_frequency_and_presence_count_generated_tokens_only() -> None:
+    plain = logits(4)[0]
+    row = penalised(Sampling(temperature=0, frequency_penalty=0.5, presence_penalty=0.25), [20, 20, 21])
+    expected = plain.clone()
+    expected[20] -= 2 * 0.5 + 0.25
+    expected[21] -= 0.5 + 0.25
+    torch.testing.assert_close(row, expected)
+
+
+def test_repetition_counts_the_prompt_too_and_pushes_both_signs_down() -> None:
+    plain = logits(4)[0]
+    row = penalised(Sampling(temperature=0, repetition_penalty=2.0), [20])
+    expected = plain.clone()
+    for token in (10, 11, 12, 20):
+        expected[token] = plain[token] * 2 if plain[token] < 0 else plain[token] / 2
+    torch.testing.assert_close(row, expected)
+
+
+def test_repetition_is_that_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    row = penalised(Sampling(temperature=0, repetition_penalty=1.3), [20, 20, 33])
+    ids = torch.tensor([[10, 11, 12, 20, 20, 33]])
+    torch.testing.assert_close(row, RepetitionPenaltyLogitsProcessor(1.3)(ids, logits(4).clone())[0])
+
+
+def test_penalties_remember_more_tokens_than_they_began_with() -> None:
+    sampling = Sampling(temperature=0, presence_penalty=2.0)
+    each = Chooser(request("r", [1], sampling=sampling), 1000)
+    for token in range(200):
+        each.observe(token)
+    row = torch.zeros(1000)
+    each.adjust(row, 201)
+    assert row[:200].tolist() == [-2.0] * 200
+    assert not row[200:].any()
+
+
+@pytest.mark.parametrize("factor", [1e300, 1e-300])
+def test_a_monstrous_penalty_stays_finite(factor: float) -> None:
+    assert torch.isfinite(penalised(Sampling(temperature=0, repetition_penalty=factor), [20])).all()
+
+
+def test_ends_are_masked_until_min_tokens_and_impossible_ids_do_no_harm() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, EOS], row[0, 7], row[0, 9] = 9.0, 8.0, 7.0
+    each = chooser(Sampling(temperature=0), Stopping(max_tokens=9, min_tokens=2, stop_token_ids=(7, VOCAB, 2**40)))
+    assert [choose_tokens(row.clone(), [Draw(each, at)])[0] for at in (3, 4, 5)] == [9, 9, EOS]
+
+
+def test_an_ignored_eos_is_not_masked() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, EOS] = 1.0
+    each = chooser(Sampling(temperature=0), Stopping(max_tokens=9, min_tokens=2, ignore_eos=True))
+    assert choose_tokens(row, [Draw(each, 3)]) == [EOS]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(seed=1), Sampling(seed=1, top_k=3)])
+def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(value: float, sampling: Sampling) -> None:
+    rows = logits(1, 3)
+    good = choose_tokens(rows.clone(), [Draw(chooser(sampling), 3)] * 3)
+    rows[1, 17] = value
+    assert choose_tokens(rows, [Draw(chooser(sampling), 3)] * 3) == [good[0], None, good[2]]
+
+
+def test_forbidden_tokens_may_be_minus_infinity_but_not_all() -> None:
+    row = torch.full((2, VOCAB), -math.inf)
+    row[0, 5] = 0.0
+    assert choose_tokens(row, [Draw(chooser(Sampling(seed=1)), 3)] * 2) == [5, None]
