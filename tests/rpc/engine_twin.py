@@ -56,9 +56,9 @@ class EngineTwin:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Play the script, from its first event on."""
         self._answer_if_up()
+        self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
-        self.requests.append(request)
         script = list(self.script)
         try:
             while isinstance(script[0], asyncio.Event):

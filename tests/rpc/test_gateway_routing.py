@@ -10,7 +10,7 @@ import pytest
 from tests.chat_files import write_chat_files
 from tests.rpc.engine_twin import EngineTwin, finished
 from tests.rpc.gateway_harness import Caller, error_of, running, until
-from triptych.core.errors import InvalidRequest, Overloaded
+from triptych.core.errors import Draining, Internal, InvalidRequest, MediaUnavailable, Overloaded, TriptychError
 from triptych.core.events import Tokens
 from triptych.gateway.app import Gateway
 from triptych.gateway.limits import GatewayLimits
@@ -93,12 +93,29 @@ async def test_an_overloaded_engine_is_passed_over_for_this_request(directory: P
         assert (await run.chat()).status_code == 429
 
 
-async def test_a_refusal_is_not_tried_elsewhere(directory: Path) -> None:
+@pytest.mark.parametrize("error", [InvalidRequest("never"), MediaUnavailable(0, "timed out"), Internal("broken")])
+async def test_what_would_fail_again_is_not_tried_elsewhere(directory: Path, error: TriptychError) -> None:
     one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
-    one.refusal = two.refusal = InvalidRequest("never")
+    one.refusal = two.refusal = error
     async with running(one, two) as run:
+        await run.state(0, "ready")
         await run.state(1, "ready")
-        assert (await run.chat()).status_code == 400
+        assert (await run.chat()).status_code in (400, 500)
+        assert len(one.requests) + len(two.requests) == 1
+
+
+async def test_an_engine_that_does_not_answer_is_passed_over_until_the_next_look(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.gateway.route.REFRESH_SECONDS", 3600)
+    one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
+    async with running(one, two) as run:
+        await run.state(0, "ready")
+        await run.state(1, "ready")
+        one.refusal = Draining("connection refused")
+        for _ in range(3):
+            assert (await run.chat()).status_code == 200
+        assert (len(one.requests), len(two.requests)) == (1, 3)
 
 
 async def test_the_least_busy_engine_is_chosen(directory: Path) -> None:
