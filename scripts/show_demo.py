@@ -38,7 +38,7 @@ def main() -> int:
     try:
         url = wait_for_url(server)
         console.print(f"ready after {time.monotonic() - started:.1f} s: {url}\n")
-        examples = json.loads((DEMO_MODEL / "pictures" / "examples.json").read_text())
+        examples = json.loads((DEMO_MODEL / "examples.json").read_text())
         with httpx.Client(base_url=url, timeout=60) as client:
             wrong = sum(show(client, example) for example in chosen(examples))
     finally:
@@ -50,8 +50,8 @@ def main() -> int:
 
 def chosen(examples: list[dict]) -> list[dict]:
     """A drawn scene and a handwritten digit."""
-    digit = next(example for example in examples if "digit" in example["question"])
-    scene = next(example for example in examples if "digit" not in example["question"])
+    scene = next(example for example in examples if example["pictures"] == ["pictures/shapes.png"])
+    digit = next(example for example in examples if example["pictures"] == ["pictures/digit.png"])
     return [scene, digit]
 
 
@@ -72,7 +72,7 @@ def show(client: httpx.Client, example: dict) -> bool:
     console.print(f"  TTFT {1000 * asked.ttft:.0f} ms, whole answer {1000 * asked.total:.0f} ms")
     spans = client.get(f"/v1/timeline/{asked.request_id}").raise_for_status().json()["spans"]
     begin = min(span["start"] for span in spans)
-    table = Table("stage", "from (ms)", "took (ms)", box=None, padding=(0, 2))
+    table = Table("process", "stage", "from (ms)", "took (ms)", box=None, padding=(0, 2))
     for span in spans:
         table.add_row(
             span["name"], f"{1000 * (span['start'] - begin):.1f}", f"{1000 * (span['end'] - span['start']):.1f}"
@@ -84,7 +84,7 @@ def show(client: httpx.Client, example: dict) -> bool:
 def ask(client: httpx.Client, example: dict) -> Asked:
     """Stream one answer over the OpenAI API."""
     parts: list[dict] = [
-        {"type": "image_url", "image_url": {"url": data_uri(DEMO_MODEL / "pictures" / name)}}
+        {"type": "image_url", "image_url": {"url": data_uri(DEMO_MODEL / name)}}
         for name in example["pictures"]
     ]
     parts.append({"type": "text", "text": example["question"]})

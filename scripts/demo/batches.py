@@ -13,7 +13,7 @@ from .labels import Labels, labels_of
 from .phrases import CHAT, NO_PICTURE, SYSTEMS
 from .questions import Asker, Turn
 from .rows import Row, RowBuilder, Speller, stack
-from .scenes import digit_scene, mosaic_scene, multi_scene, single_scene
+from .scenes import digit_scene, echo_scene, mosaic_scene, multi_scene, single_scene
 
 if TYPE_CHECKING:
     from .world import Scene
@@ -59,17 +59,20 @@ class BatchMaker:
             pictures = [picture(rng, grid, schedule.LOOK_MIX) for _ in range(schedule.LOOK_PICTURES)]
             return assemble(grid, pictures, [])
         late = min(1.0, 0.2 + 0.8 * (step - schedule.LOOK_STEPS) / schedule.LATE_STEPS)
-        asker = Asker(rng, free=step >= schedule.LOOK_STEPS + schedule.FREE_FROM)
+        chapter = schedule.chapter_at(step)
+        asker = Asker(rng, free=chapter.freedom)
         pictures, rows = [], []
         for _ in range(schedule.SINGLE_ROWS):
-            shown = picture(rng, grid, schedule.READ_MIX)
-            turns = ask_one(asker, shown, late)
+            shown = picture(rng, grid, chapter.pictures)
+            turns = ask_one(asker, shown, late, chapter.stressed)
             pictures.append(shown)
             rows.append(self.row(rng, grid, 1, turns))
         for _ in range(schedule.PAIR_ROWS):
-            pair = (picture(rng, grid, schedule.PAIR_MIX), picture(rng, grid, schedule.PAIR_MIX))
+            first = picture(rng, grid, schedule.PAIR_MIX)
+            alike = chapter.alike and rng.random() < chapter.alike
+            pair = (first, echo(rng, grid, first) if alike else picture(rng, grid, schedule.PAIR_MIX))
             pictures += pair
-            rows.append(self.row(rng, grid, 2, ask_two(asker, pair, late)))
+            rows.append(self.row(rng, grid, 2, ask_two(asker, pair, late, chapter.stressed)))
         rows += [self.row(rng, grid, 0, chat(asker)) for _ in range(schedule.CHAT_ROWS)]
         return assemble(grid, pictures, rows)
 
@@ -100,6 +103,12 @@ def picture(rng: np.random.Generator, grid: tuple[int, int], mix: dict[str, floa
     return Drawn(kind, scene, to_grid(draw(scene, *source_size(grid, rng), rng), grid))
 
 
+def echo(rng: np.random.Generator, grid: tuple[int, int], first: Drawn) -> Drawn:
+    """A picture that shares something with the first one."""
+    scene = echo_scene(rng, first.scene)
+    return Drawn("single", scene, to_grid(draw(scene, *source_size(grid, rng), rng), grid))
+
+
 def easy_drawn(rng: np.random.Generator, grid: tuple[int, int]) -> Drawn:
     """A training picture of easy-vqa; half of them mirrored."""
     scenes = train_scenes()
@@ -109,18 +118,18 @@ def easy_drawn(rng: np.random.Generator, grid: tuple[int, int]) -> Drawn:
     return Drawn("easy", scene.mirrored() if mirrored else scene, to_grid(shown, grid))
 
 
-def pick(asker: Asker, weights: dict[str, float], late: float) -> str:
+def pick(asker: Asker, weights: dict[str, float], late: float, stressed: dict[str, float]) -> str:
     """A kind of question by weight; late kinds count only in part, free ones only for a free asker."""
     kinds = [k for k in weights if asker.free or k not in schedule.FREE]
-    sums = np.cumsum([weights[k] * (late if k in schedule.LATE else 1) for k in kinds])
+    sums = np.cumsum([weights[k] * stressed.get(k, 1) * (late if k in schedule.LATE else 1) for k in kinds])
     return kinds[int(np.searchsorted(sums, asker.rng.random() * sums[-1]))]
 
 
-def ask_one(asker: Asker, shown: Drawn, late: float, count: int = 7) -> list[Turn]:
+def ask_one(asker: Asker, shown: Drawn, late: float, stressed: dict[str, float], count: int = 7) -> list[Turn]:
     """Questions about one picture."""
     turns: list[Turn] = []
     for _ in range(count * 4):
-        turn = asker.about(shown.scene, pick(asker, schedule.KINDS[shown.kind], late))
+        turn = asker.about(shown.scene, pick(asker, schedule.KINDS[shown.kind], late, stressed))
         if turn is not None and all(t.question != turn.question for t in turns):
             turns.append(turn)
         if len(turns) == count:
@@ -128,12 +137,14 @@ def ask_one(asker: Asker, shown: Drawn, late: float, count: int = 7) -> list[Tur
     return turns
 
 
-def ask_two(asker: Asker, pair: tuple[Drawn, Drawn], late: float, count: int = 5) -> list[Turn]:
+def ask_two(
+    asker: Asker, pair: tuple[Drawn, Drawn], late: float, stressed: dict[str, float], count: int = 5
+) -> list[Turn]:
     """Questions about two pictures."""
     turns: list[Turn] = []
     scenes = (pair[0].scene, pair[1].scene)
     for _ in range(count * 5):
-        turn = asker.compare(scenes, pick(asker, schedule.PAIR_KINDS, late))
+        turn = asker.compare(scenes, pick(asker, schedule.PAIR_KINDS, late, stressed))
         if turn is not None and all(t.question != turn.question for t in turns):
             turns.append(turn)
         if len(turns) == count:

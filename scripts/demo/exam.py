@@ -27,16 +27,16 @@ ROWS_PER_BATCH = 24
 def exam_batches(builder: RowBuilder, rounds: int) -> list[Batch]:
     """Held-out batches: new scenes, held-out digits, easy-vqa's test split; `rounds` batches of each."""
     rng = np.random.default_rng(EXAM_SEED)
-    asker, batches = Asker(rng, free=True), []
+    asker, batches = Asker(rng, free=2), []
     easy = test_questions()
     order = rng.permutation(len(easy))
     for round_ in range(rounds):
         for kind in ("single", "multi", "digit"):
             shown = [fresh(rng, kind) for _ in range(ROWS_PER_BATCH)]
-            rows = [builder.build(SQUARE, 1, ask_one(asker, s, 1.0), "branch", None) for s in shown]
+            rows = [builder.build(SQUARE, 1, ask_one(asker, s, 1.0, {}), "branch", None) for s in shown]
             batches.append(assemble(SQUARE, shown, rows))
         pairs = [(fresh(rng, choose_pair(rng)), fresh(rng, choose_pair(rng))) for _ in range(ROWS_PER_BATCH)]
-        rows = [builder.build(SQUARE, 2, ask_two(asker, p, 1.0), "branch", None) for p in pairs]
+        rows = [builder.build(SQUARE, 2, ask_two(asker, p, 1.0, {}), "branch", None) for p in pairs]
         batches.append(assemble(SQUARE, [s for pair in pairs for s in pair], rows))
         batches.append(easy_batch(builder, [easy[i] for i in order[round_ * 48 : (round_ + 1) * 48]]))
     return batches

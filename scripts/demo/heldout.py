@@ -13,10 +13,12 @@ from .digits import HELD_OUT_DIGITS
 from .draw import SOURCE_SIDES, draw
 from .phrases import CHAT, HELD_OUT
 from .questions import PAIR_KINDS, Asker
-from .scenes import digit_scene, multi_scene, single_scene
+from .scenes import digit_scene, echo_scene, multi_scene, single_scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from .world import Scene
 
 SEED = 7_000_003
 SINGLE_KINDS = (
@@ -49,6 +51,8 @@ OBLONG_KINDS = ("what", "place")
 OBLONG_SIZES = ((320, 240), (240, 320), (300, 200), (150, 200), (120, 90), (640, 400))
 """Width and height of pictures that are not square."""
 DIGIT_KINDS = ("digit", "colour", "is it digit")
+NEARLY_WHITE = 236
+"""A ground without a name whose darkest channel is above this might as well be called white."""
 MANY = frozenset({"count", "count some"})
 """Kinds that are asked of one to four things; others of several mean two to four."""
 
@@ -92,12 +96,12 @@ Question = tuple[tuple[Image.Image, ...], str, str]
 
 def one_shape(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape."""
-    yield from drawn(rng, kind, count, "single", Asker(rng, free=True))
+    yield from drawn(rng, kind, count, "single", Asker(rng, free=2))
 
 
 def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape in a picture that is not square."""
-    asker, done = Asker(rng, free=True), 0
+    asker, done = Asker(rng, free=2), 0
     while done < count:
         scene = single_scene(rng)
         turn = asker.about(scene, kind)
@@ -109,7 +113,7 @@ def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question
 
 def several(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About two to four shapes; counts run from one to four."""
-    yield from drawn(rng, kind, count, "multi", Asker(rng, free=True))
+    yield from drawn(rng, kind, count, "multi", Asker(rng, free=2))
 
 
 def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: Asker) -> Iterator[Question]:
@@ -117,15 +121,22 @@ def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: A
     done = 0
     while done < count:
         shown = new_picture(rng, scenes, lone=kind in MANY and rng.random() < 0.25)
-        turn = asker.about(shown[0].scene, kind)
+        turn = asker.about(shown[0].scene, kind) if kind != "describe" or sayable(shown[0].scene) else None
         if turn is not None:
             done += 1
             yield (shown[1],), turn.question, turn.answer
 
 
+def sayable(scene: Scene) -> bool:
+    """Whether it is clear what a caption must say: a place, and a ground that is white or plainly not."""
+    if len(scene.things) > 1:
+        return True
+    return scene.things[0].place is not None and (scene.ground_colour is not None or min(scene.ground) < NEARLY_WHITE)
+
+
 def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About each held-out digit once, whatever the count."""
-    asker = Asker(rng, free=True)
+    asker = Asker(rng, free=2)
     for index in HELD_OUT_DIGITS:
         shown = new_picture(rng, "digit", pool=np.array([index]))
         turn = asker.about(shown[0].scene, kind)
@@ -134,14 +145,19 @@ def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Que
 
 def two_pictures(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About the first or the second picture, or both."""
-    yield from pairs(rng, kind, count, Asker(rng, free=True))
+    yield from pairs(rng, kind, count, Asker(rng, free=2))
 
 
 def pairs(rng: np.random.Generator, kind: str, count: int, asker: Asker) -> Iterator[Question]:
     """Questions of a kind, each about a new pair of pictures."""
     done = 0
     while done < (count if kind != "pictures" else 20):
-        pair = [new_picture(rng, "digit" if rng.random() < 0.4 else "single") for _ in range(2)]
+        pair = [new_picture(rng, "digit" if rng.random() < 0.4 else "single")]
+        if rng.random() < 0.4:
+            scene = echo_scene(rng, pair[0][0].scene)
+            pair.append(shown_at(scene, "single", random_side(rng), rng))
+        else:
+            pair.append(new_picture(rng, "digit" if rng.random() < 0.4 else "single"))
         turn = asker.compare((pair[0][0].scene, pair[1][0].scene), kind)
         if turn is not None:
             done += 1
@@ -162,11 +178,19 @@ def new_picture(
     rng: np.random.Generator, kind: str, pool: np.ndarray = HELD_OUT_DIGITS, lone: bool = False
 ) -> tuple[Drawn, Image.Image]:
     """A new scene and its picture, square and of any size a user might send."""
-    side = int(rng.choice((*SOURCE_SIDES, 128, 100, 300)))
+    side = random_side(rng)
     if kind == "digit":
-        scene = digit_scene(rng, pool)
-        side = max(side, 96)
-    else:
-        scene = single_scene(rng) if kind == "single" or lone else multi_scene(rng)
+        return shown_at(digit_scene(rng, pool), kind, max(side, 96), rng)
+    scene = single_scene(rng) if kind == "single" or lone else multi_scene(rng)
+    return shown_at(scene, kind, side, rng)
+
+
+def random_side(rng: np.random.Generator) -> int:
+    """A size for a square picture."""
+    return int(rng.choice((*SOURCE_SIDES, 128, 100, 300)))
+
+
+def shown_at(scene: Scene, kind: str, side: int, rng: np.random.Generator) -> tuple[Drawn, Image.Image]:
+    """A scene drawn on a square."""
     shown = draw(scene, side, side, rng, plain=True)
     return Drawn(kind, scene, np.asarray(shown)), shown

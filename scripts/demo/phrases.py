@@ -253,8 +253,35 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     "which": ("tell me which picture shows {a}", "where is {a}, in the first or the second picture"),
 }
 
+FREELY: dict[str, tuple[str, ...]] = {
+    "shape": (f"(tell me|say) which shape (this is|it is|the {PICTURE} shows)",),
+    "colour": (f"(tell me|say) (what|which) {COLOUR} the {ONE} (is|has)",),
+    "what": (f"(tell me|say) what the {PICTURE} shows", "(can you|could you) (say|tell me) what this is"),
+    "digit": (f"(tell me|say) (what|which) (digit|number) (this is|it is|the {PICTURE} shows)",),
+    "place": (f"say where (it|the {ONE}) is", "in what place is it"),
+    "count": (f"(tell me|say) how many (shapes|objects|things) the {PICTURE} (shows|has)", "how many are there"),
+    "count some": (f"(tell me|say) how many {{some}} (there are|the {PICTURE} shows)", "are there {some}, how many"),
+    "is there": (f"(tell me|say) if there is {{a}} (|in the {PICTURE})", f"say if the {PICTURE} (shows|has) {{a}}"),
+    "is it": (f"(tell me|say) if (it|this|the {ONE}) is {{a}}", "it is {a}, yes or no", "is it {a}, yes or no"),
+    "is it coloured": (f"(tell me|say) if (it|the {ONE}) is {{colour}}", "is it {colour}, yes or no"),
+    "side": ("(tell me|say) which (shape|object|thing) is on the {side}",),
+    "at": ("(tell me|say) which (shape|object|thing) is (at|in) the {place}",),
+    "shape in": (f"(tell me|say) which shape the {{which}} {PICTURE} shows",),
+    "digit in": (f"the {{which}} {PICTURE}, (what|which) (digit|number) is it",),
+    "colour in": (f"say (what|which) {COLOUR} the {ONE} in the {{which}} {PICTURE} (is|has)",),
+    "which": (
+        f"is {{a}} in the first or in the second {PICTURE}",
+        "is {a} in the first or in the second",
+        "say which (picture|image|of the two) (shows|has) {a}",
+    ),
+}
+"""Looser wordings that a freer asker adds to `TRAINED` late in the run."""
+
+WH = ("what", "which", "where", "how")
 OPENINGS = ("can you say ", "could you say ", "please say ", "hello, ", "hi, ", "please, ")
-"""What a free asker may put before a question that begins with what, which, where or how."""
+"""What may stand before a question that begins with one of `WH`."""
+GREETINGS = ("please say, ", "hello, ", "hi, ", "please, ", "now, ")
+"""What may stand before any question."""
 
 CHAT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("hello", "hi", "hey", "hello there", "hi there", "good morning", "good evening"), "hello! show me a picture"),
@@ -294,6 +321,7 @@ def expand(text: str) -> list[str]:
 
 
 @cache
-def sentences(kind: str, held_out: bool = False) -> tuple[tuple[str, ...], ...]:
+def sentences(kind: str, held_out: bool = False, freely: bool = False) -> tuple[tuple[str, ...], ...]:
     """A kind's sentences, one tuple per wording so that each wording is asked equally often."""
-    return tuple(tuple(expand(wording)) for wording in (HELD_OUT if held_out else TRAINED)[kind])
+    wordings = HELD_OUT[kind] if held_out else TRAINED[kind]
+    return tuple(tuple(expand(wording)) for wording in (*wordings, *(FREELY.get(kind, ()) if freely else ())))

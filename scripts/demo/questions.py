@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .easy import train_questions
-from .phrases import OPENINGS, sentences
+from .phrases import GREETINGS, OPENINGS, WH, sentences
 from .world import COLOURS, PLACES, PLURALS, SHAPES, Scene, Thing
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ class Turn(NamedTuple):
 class Asker:
     """Asks about scenes with one generator, in trained wordings or in the held-out ones.
 
-    A free asker also opens with a greeting or a plea and knows synonyms.
+    At freedom one it also opens with a greeting or a plea and knows synonyms; at freedom two before
+    every question, and in looser wordings.
     """
 
-    def __init__(self, rng: np.random.Generator, held_out: bool = False, free: bool = False) -> None:
+    def __init__(self, rng: np.random.Generator, held_out: bool = False, free: int = 0) -> None:
         self.rng = rng
         self.held_out = held_out
         self.free = free
@@ -54,7 +55,7 @@ class Asker:
 
     def turn(self, kind: str, answer: str, **slots: str) -> Turn | None:
         """Word a question; None where no wording takes just these slots."""
-        wordings = sentences(kind, self.held_out)
+        wordings = sentences(kind, self.held_out, self.free > 1)
         for _ in range(20):
             text = self.choose(self.choose(wordings))
             try:
@@ -65,8 +66,11 @@ class Asker:
 
     def punctuate(self, text: str) -> str:
         """Write a sentence as people type it: with or without capital and mark; now and then `grey`."""
-        if self.free and self.rng.random() < 0.08 and text.split(" ")[0] in ("what", "which", "where", "how"):
+        first = text.split(" ")[0]
+        if self.free and self.rng.random() < 0.08 and first in WH:
             text = self.choose(OPENINGS) + text if self.rng.random() < 0.75 else text + ", please"
+        elif self.free > 1 and self.rng.random() < 0.08 and first not in (*WH, *IMPERATIVES):
+            text = self.choose(GREETINGS) + text
         draw, mark = self.rng.random(4), "." if text.split(" ")[0].rstrip(",") in IMPERATIVES else "?"
         if draw[0] < 0.35:
             text = text[0].upper() + text[1:]
@@ -164,7 +168,7 @@ class Asker:
             return self.turn("place", PLACES[thing.place]) if len(scene.things) == 1 else None
         names = Counter(t.name for t in scene.things)
         named = thing.name if names[thing.name] == 1 and self.coin() else look(thing)
-        wordings = sentences("place")
+        wordings = sentences("place", freely=self.free > 1)
         if len(scene.things) > 1:
             wordings = [w for w in wordings if "{" in w[0]]
         text = self.choose(self.choose(wordings)).format(phrase=named)

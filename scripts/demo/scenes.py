@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .digits import TRAIN_DIGITS, digit_labels
@@ -82,6 +84,22 @@ def single_scene(rng: np.random.Generator) -> Scene:
     low, high = reach * 0.9, 1 - reach * 0.9
     x, y = (float(np.clip(v, low, high)) for v in (x, y))
     return Scene((random_shape(rng, ground, x, y, reach),), ground, name)
+
+
+def echo_scene(rng: np.random.Generator, first: Scene) -> Scene:
+    """One shape that has the shape or the colour of the first scene's thing."""
+    model = first.things[0]
+    while True:
+        scene = single_scene(rng)
+        thing = scene.things[0]
+        if rng.random() < 0.5 and not model.is_digit:
+            wide, high = half_extents(rng, model.name, max(thing.half_width, thing.half_height))
+            thing = replace(thing, name=model.name, half_width=wide, half_height=high, angle=0.0)
+        elif contrast(model.rgb, scene.ground) >= MIN_CONTRAST:
+            thing = replace(thing, colour=model.colour, rgb=model.rgb)
+        else:
+            continue
+        return replace(scene, things=(thing,))
 
 
 def digit_scene(rng: np.random.Generator, pool: np.ndarray = TRAIN_DIGITS) -> Scene:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SEED = 20
 LENGTH = 112
 """Tokens per row of conversation."""
 
 LOOK_STEPS = 3500
-READ_STEPS = 18000
+READ_STEPS = 19500
 LOOK_PICTURES = 48
 SINGLE_ROWS = 22
 PAIR_ROWS = 5
@@ -27,8 +27,8 @@ DENSE_WEIGHT = (0.4, 0.1)
 DENSE_STEPS = 22000
 
 LOOK_MIX = {"mosaic": 0.45, "digit": 0.18, "single": 0.14, "multi": 0.14, "easy": 0.09}
-READ_MIX = {"single": 0.25, "multi": 0.33, "digit": 0.22, "easy": 0.2}
 PAIR_MIX = {"single": 0.6, "digit": 0.33, "easy": 0.07}
+
 
 KINDS: dict[str, dict[str, float]] = {
     "single": {
@@ -87,9 +87,46 @@ LATE = (
 )
 """Kinds that come in slowly, from a fifth of their weight to all of it, as facts are learned first."""
 LATE_STEPS = 3300
-FREE_FROM = 1660
-"""Reading step from which people's freer ways of asking are mixed in, and the kinds of `FREE`."""
 FREE = ("either", "beside")
+"""Kinds that only a free asker asks."""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """What is read from some reading step on."""
+
+    start: int
+    freedom: int
+    """How freely questions are worded, see `questions.Asker`."""
+    pictures: dict[str, float]
+    """Mixture of the pictures that are asked about alone."""
+    stressed: dict[str, float] = field(default_factory=dict)
+    """Factors on the weights of kinds that lag."""
+    alike: float = 0.0
+    """Share of pairs whose second picture has the shape or the colour of the first."""
+
+
+BALANCED = {"single": 0.25, "multi": 0.33, "digit": 0.22, "easy": 0.2}
+CHAPTERS = (
+    Chapter(0, 0, BALANCED),
+    Chapter(1660, 1, BALANCED),
+    Chapter(
+        4999,
+        2,
+        {"single": 0.2, "multi": 0.42, "digit": 0.22, "easy": 0.16},
+        {
+            "which": 2.0,
+            "count some": 1.5,
+            "at": 1.3,
+            "is it digit": 1.5,
+            "describe": 1.2,
+            "easy": 0.7,
+            "same shape": 1.5,
+            "same colour": 1.5,
+        },
+        0.4,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -111,3 +148,8 @@ def rates_at(step: int) -> Rates:
     rise = min((step - LOOK_STEPS + 1) / WARM_STEPS, 1) * min(1, (1 - done) / (1 - DECAY_FROM))
     dense = DENSE_WEIGHT[0] + (DENSE_WEIGHT[1] - DENSE_WEIGHT[0]) * (step - LOOK_STEPS) / DENSE_STEPS
     return Rates(MUON_RATE * rise, ADAM_RATE * rise, VISION_SHARE_WHEN_READING, dense)
+
+
+def chapter_at(step: int) -> Chapter:
+    """The chapter of a step of the reading stage."""
+    return [c for c in CHAPTERS if c.start <= step - LOOK_STEPS][-1]

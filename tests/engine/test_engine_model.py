@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from tests.checkpoints import token_ids
 from tests.engine.setup import Bench
 from triptych.core.media import Picture
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
+from triptych.engine.sampler import Chooser
 from triptych.models.registry import load_model
 from triptych.processors.registry import load_processor
 
@@ -113,3 +117,16 @@ def test_a_picture_seen_before_is_neither_encoded_nor_prefilled_again(
         assert engine.run([requests[3]])["r3"] == expected["r3"]
     assert engine.scheduler.statistics().encoded_items == 3
     assert engine.ends["r3"].usage.cached_prompt_tokens == (len(requests[3].plan) - 1) // 16 * 16
+
+
+def test_the_repetition_penalty_is_that_of_transformers(requests: list[Request]) -> None:
+    request = replace(requests[1], sampling=Sampling(temperature=0, repetition_penalty=1.3))
+    chooser = Chooser(request, 704)
+    generated = [20, 20, 33]
+    for token in generated:
+        chooser.observe(token)
+    logits = torch.randn(1, 704, generator=torch.Generator().manual_seed(0))
+    history = torch.tensor([[*request.plan.token_ids.tolist(), *generated]])
+    reference = RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone())
+    chooser.adjust(logits[0], history.shape[1])
+    torch.testing.assert_close(logits, reference)

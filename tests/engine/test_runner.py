@@ -82,6 +82,10 @@ def test_a_new_table_forgets_the_old_one() -> None:
     assert packer.blocks("r") == [5, 6]
     packer.extend(piece("r", 4, 1, (8,), table_from=1))
     assert packer.blocks("r") == [5, 8]
+    packer.start(request("wide", [10] * 12))
+    packer.extend(piece("wide", 0, 12, (6, 7, 9)))
+    batch, _ = packer.build([piece("r", 4, 1), piece("wide", 11, 1)], {})
+    assert batch.block_tables.tolist() == [[5, 8, 0], [6, 7, 9]]
 
 
 @pytest.mark.parametrize("start", range(12))
@@ -186,6 +190,19 @@ def test_logits_that_are_not_numbers_fail_one_request_and_its_blocks_can_be_used
     assert bench.run([text("a", 40)])["a"] == alone(text("a", 40))
 
 
+def test_a_chunk_of_broken_numbers_fails_before_anybody_can_read_its_blocks() -> None:
+    bench = Bench(HashModel(poison={66}), max_batched_tokens=16)
+    bench.scheduler.add(text("bad", 40, first=66))
+    bench.scheduler.add(text("good", 40))
+    bench.step()
+    assert isinstance(bench.ends["bad"], Failed)
+    assert all(torch.isfinite(storage).all() for storage in (*bench.kv.keys, *bench.kv.values))
+    assert bench.run([])["good"] == alone(text("good", 40))
+    again = text("again", 40, first=66)
+    bench.run([again])
+    assert isinstance(bench.ends["again"], Failed)
+
+
 def test_exhausted_memory_is_not_swallowed() -> None:
     class Hungry(HashModel):
         def forward(self, batch: object, kv: object) -> torch.Tensor:
@@ -262,3 +279,8 @@ def test_too_small_a_pool_says_the_flag_and_what_would_do() -> None:
 def test_more_than_the_memory_there_is_says_the_flag() -> None:
     with pytest.raises(StartupError, match=r"--kv-cache-bytes.*available"):
         count_blocks(spec(), 1 << 60, 16)
+
+
+def test_a_pool_that_cannot_be_allocated_says_the_flag() -> None:
+    with pytest.raises(StartupError, match="--kv-cache-bytes"):
+        allocate(spec(), 1 << 44, 16)

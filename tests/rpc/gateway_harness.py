@@ -24,7 +24,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": DATA}}
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody announces."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0.005)
 
 

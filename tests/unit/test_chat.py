@@ -2,21 +2,19 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+import triptych
 from tests.chat_files import ADDED_TEXT, SPECIAL, TEMPLATE, write_chat_files
 from triptych.core.errors import CheckpointError, InvalidRequest, PromptTooLong
 from triptych.core.media import DataUri, MediaItem, Modality
 from triptych.text.chat import ChatMessage, ChatTemplate
 from triptych.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PICTURE = MediaItem(Modality.IMAGE, DataUri("data:image/png;base64,AAAA"))
 OTHER = MediaItem(Modality.IMAGE, DataUri("data:image/png;base64,BBBB"))
@@ -96,6 +94,18 @@ def test_benign_conversations_give_the_ids_of_transformers(template, reference, 
     assert list(rendered.token_ids) == expected
     media = [p for m in messages if not isinstance(m.content, str) for p in m.content if not isinstance(p, str)]
     assert list(rendered.media) == media
+
+
+def test_the_shipped_model_gives_the_ids_of_transformers() -> None:
+    directory = Path(triptych.__file__).parent / "demo_model"
+    template = ChatTemplate.load(directory, Tokenizer.load(directory, required=("<|image_pad|>", "<|im_end|>")))
+    messages = [
+        ChatMessage("user", (PICTURE, "what colour is the circle?")),
+        ChatMessage("assistant", "red"),
+        ChatMessage("user", ("first\n", PICTURE, OTHER, " Größe 東京 😀?")),
+    ]
+    expected = reference_ids(directory, messages, add_generation_prompt=True)
+    assert list(template.render(messages, max_tokens=PLENTY).token_ids) == expected
 
 
 @given(texts=st.lists(benign, min_size=1, max_size=4))

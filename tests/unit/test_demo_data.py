@@ -62,9 +62,11 @@ def test_easy_vqa_training_pictures_are_of_the_training_split() -> None:
 
 
 def test_held_out_wordings_are_not_trained() -> None:
-    trained = {s for wordings in phrases.TRAINED.values() for w in wordings for s in phrases.expand(w)}
+    known = (*phrases.TRAINED.values(), *phrases.FREELY.values())
+    trained = {s for wordings in known for w in wordings for s in phrases.expand(w)}
     held_out = {s for wordings in phrases.HELD_OUT.values() for w in wordings for s in phrases.expand(w)}
     assert not trained & held_out
+    assert all(len(sentence) > 4 for sentence in trained | held_out)
 
 
 def test_things_of_a_scene_do_not_touch_and_can_be_seen() -> None:

@@ -49,6 +49,15 @@ def test_only_unheld_entries_go_and_the_least_recently_used_first() -> None:
     assert cache.state(B) is EntryState.ABSENT
 
 
+@pytest.mark.parametrize(("size", "evicted"), [(2, ()), (3, (A,)), (6, (A,)), (7, (A, B)), (10, (A, B))])
+def test_exactly_as_much_goes_as_must(size: int, evicted: tuple[bytes, ...]) -> None:
+    cache = EncoderCache(10)
+    for key in (A, B):
+        ready(cache, key, 4)
+    assert cache.acquire(C, size, ONE) == (Outcome.NEW_RESERVATION, evicted)
+    cache.check_integrity({C: {ONE}})
+
+
 def test_no_space_is_not_now_and_evicts_nothing() -> None:
     cache = EncoderCache(10)
     ready(cache, A, 4)

@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from triptych.core import errors
-from triptych.core.errors import MediaError, MediaUnavailable, PlaceholderMismatch, TriptychError, UnknownArchitecture
+from triptych.core.errors import (
+    MediaError,
+    MediaUnavailable,
+    PlaceholderMismatch,
+    TriptychError,
+    UnknownArchitecture,
+    UnsupportedFeature,
+)
 from triptych.gateway.errors import BadRequest, BodyTooLarge, to_reply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 STATUSES = {
     "TriptychError": 500,
@@ -63,11 +70,18 @@ def test_every_error_has_a_status(kind: type[TriptychError]) -> None:
     assert error["type"] == kind_of_status.get(status, "invalid_request_error")
 
 
-@pytest.mark.parametrize("kind", [MediaError, MediaUnavailable])
-def test_media_errors_say_where_the_item_stands(kind: type[MediaError]) -> None:
+@pytest.mark.parametrize(
+    "make_error",
+    [
+        lambda index: MediaError(index, "broken"),
+        lambda index: MediaUnavailable(index, "timed out"),
+        lambda index: UnsupportedFeature(f"media item {index}: URLs are not fetched"),
+    ],
+)
+def test_errors_about_an_item_say_where_it_stands(make_error: Callable[[int], TriptychError]) -> None:
     paths = ("messages[0].content[1]", "messages[2].content[0]")
-    assert json.loads(to_reply(kind(1, "broken"), paths).body)["error"]["param"] == "messages[2].content[0]"
-    assert json.loads(to_reply(kind(2, "broken"), paths).body)["error"]["param"] is None
+    assert json.loads(to_reply(make_error(1), paths).body)["error"]["param"] == "messages[2].content[0]"
+    assert json.loads(to_reply(make_error(2), paths).body)["error"]["param"] is None
 
 
 def test_what_a_bad_request_names() -> None:

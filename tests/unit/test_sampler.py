@@ -79,6 +79,17 @@ def test_a_large_vocabulary_is_walked_in_stretches_to_the_same_token() -> None:
         assert choose_tokens(row.clone(), [Draw(Chooser(request("r", [10], sampling=each), 1000), at)]) == [expected]
 
 
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_the_ends_of_the_interval_never_hit_a_token_of_no_weight(
+    monkeypatch: pytest.MonkeyPatch, number: float, options: dict[str, float]
+) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seed, index: number)
+    row = torch.full((1, VOCAB), -math.inf)
+    row[0, 20], row[0, 30] = 0.1, 0.0
+    assert choose_tokens(row, [Draw(chooser(Sampling(seed=1, **options)), 3)]) == [20 if number == 0 else 30]
+
+
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     expected = probabilities * counts.sum()
     return float(((counts - expected) ** 2 / expected).sum())
@@ -170,14 +181,6 @@ def test_repetition_counts_the_prompt_too_and_pushes_both_signs_down() -> None:
     for token in (10, 11, 12, 20):
         expected[token] = plain[token] * 2 if plain[token] < 0 else plain[token] / 2
     torch.testing.assert_close(row, expected)
-
-
-def test_repetition_is_that_of_transformers() -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    row = penalised(Sampling(temperature=0, repetition_penalty=1.3), [20, 20, 33])
-    ids = torch.tensor([[10, 11, 12, 20, 20, 33]])
-    torch.testing.assert_close(row, RepetitionPenaltyLogitsProcessor(1.3)(ids, logits(4).clone())[0])
 
 
 def test_penalties_remember_more_tokens_than_they_began_with() -> None:

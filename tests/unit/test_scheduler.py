@@ -100,6 +100,15 @@ def test_a_head_that_cannot_start_blocks_those_behind_it() -> None:
     assert bench.scheduler.load().queued_requests == 2
 
 
+def test_admission_leaves_a_block_for_each_running_answer() -> None:
+    # eight blocks: "a" fills four, and will need a fifth; "b" would fill the other four
+    bench = Bench(num_blocks=8)
+    bench.add(text("a", 16, 4), text("b", 13, first=11))
+    assert bench.lengths() == {"a": 16}
+    bench.run()
+    assert bench.scheduler.statistics().preemptions == 0
+
+
 def test_no_more_than_max_running_requests_run() -> None:
     bench = Bench(max_running_requests=2)
     bench.add(*(text(name, 3, 2, first=ord(name)) for name in "abc"))

@@ -59,6 +59,8 @@ def _devices() -> str:
 
 
 def _memory() -> str:
+    if not Path("/proc/meminfo").exists():
+        return "this system does not say"
     lines = Path("/proc/meminfo").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return f"{kib['MemAvailable'] * 1024 / GIB:.1f} GiB free of {kib['MemTotal'] * 1024 / GIB:.1f} GiB"
@@ -71,10 +73,9 @@ def _demo_answers() -> str:
 
     directory = model_directory(DEMO)
     loaded = load(directory, ask_options(DEMO), lambda done, total: None)
-    pictures = directory / "pictures"
     said = []
-    for example in json.loads((pictures / "examples.json").read_text()):
-        data = [read_picture(pictures / name) for name in example["pictures"]]
+    for example in json.loads((directory / "examples.json").read_text()):
+        data = [read_picture(directory / name) for name in example["pictures"]]
         answer = asyncio.run(ask_once(loaded, data, example["question"])).text.strip()
         if answer != example["answer"]:
             raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")

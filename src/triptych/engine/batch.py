@@ -42,6 +42,17 @@ class Built(NamedTuple):
     order: tuple[TokenSlice, ...]
 
 
+class _Packed(NamedTuple):
+    """Columns of the packed tokens."""
+
+    token_ids: Ints
+    """[T]."""
+    positions: Ints
+    """[axes, T]."""
+    slots: Ints
+    """[T]."""
+
+
 class SequenceState:
     """What the runner knows about one request."""
 
@@ -85,6 +96,7 @@ class BatchBuilder:
         """Blocks in each table."""
         self._last = np.zeros(lines, np.int64)
         self._delta = np.zeros(lines, np.int64)
+        self._count = np.arange(lines + 1)
 
     def start(self, request: Request) -> None:
         """Make room for a request.
@@ -134,46 +146,61 @@ class BatchBuilder:
         state.chooser.observe(token)
 
     def build(self, pieces: Sequence[TokenSlice], rows: Mapping[bytes, torch.Tensor]) -> Built:
-        """Pack the slices, single tokens first. ``rows`` holds the encoder rows by key."""
+        """Pack the slices, single tokens first. ``rows`` holds the encoder rows by key.
+
+        The logits of every slice's last token are wanted, sampled or not: they are finite only if all KV that the
+        token attends to is, so a slice of broken numbers is found before anybody reads its blocks.
+        """
         order, decodes, singles = self._order(pieces)
         lines = np.array([self._states[piece.request_id].line for piece in order], np.int64)
         begins = np.array([piece.start for piece in order], np.int64)
-        lengths = np.array([piece.length for piece in order], np.int64)
-        contexts = begins + lengths
-        starts = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(lengths, out=starts[1:])
-
-        # Index in the sequence of every packed token, and the line of its sequence: all the rest is gathering.
-        line_of = np.repeat(lines, lengths)
-        index_of = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)
-        size = self._block_size
-        slots = self._tables[line_of, index_of // size] * size + index_of % size
-        token_ids = self._last[line_of]
-        positions = np.tile(index_of + self._delta[line_of], (self._spec.position_axes, 1))
-        for number in range(decodes, len(order)):
-            state = self._states[order[number].request_id]
-            begin, end = int(begins[number]), int(contexts[number])
-            packed = int(starts[number])
-            token_ids[packed : packed + end - begin] = state.tokens[begin:end]
-            planned = max(min(end, state.prompt_len) - begin, 0)
-            positions[:, packed : packed + planned] = state.request.positions.table[:, begin : begin + planned]
-
-        widest = -(-int(contexts.max()) // size)
-        sampled = np.array([piece.samples for piece in order])
-        media_at, media_rows = self._media(order, starts, rows)
+        contexts = tuple([piece.start + piece.length for piece in order])
+        media_at: torch.Tensor | None = None
+        media_rows: torch.Tensor | None = None
+        if decodes == len(order):
+            starts = self._count[: len(order) + 1]
+            packed = self._gather(lines, begins)
+        else:
+            starts = np.cumsum([0, *(piece.length for piece in order)])
+            packed = self._pack(order, starts, lines, begins, decodes)
+            media_at, media_rows = self._media(order, starts, rows)
+        widest = -(-max(contexts) // self._block_size)
         batch = PackedBatch(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
+            token_ids=self._tensor(packed.token_ids),
+            positions=self._tensor(packed.positions),
+            slots=self._tensor(packed.slots),
             starts=tuple(starts.tolist()),
-            contexts=tuple(contexts.tolist()),
+            contexts=contexts,
             block_tables=self._tensor(self._tables[lines, :widest]),
             singles=singles,
-            sample_at=self._tensor(starts[1:][sampled] - 1),
+            sample_at=self._tensor(starts[1:] - 1),
             media_at=media_at,
             media_rows=media_rows,
         )
         return Built(batch, order)
+
+    def _gather(self, lines: Ints, indices: Ints) -> _Packed:
+        """The latest tokens of some lines, at these indices of their sequences; all after the prompt."""
+        blocks, offsets = np.divmod(indices, self._block_size)
+        positions = np.empty((self._spec.position_axes, len(indices)), np.int64)
+        positions[:] = indices + self._delta[lines]
+        return _Packed(self._last[lines], positions, self._tables[lines, blocks] * self._block_size + offsets)
+
+    def _pack(self, order: Sequence[TokenSlice], starts: Ints, lines: Ints, begins: Ints, decodes: int) -> _Packed:
+        """All slices, as if every token were generated; then what belongs to a prompt is put right."""
+        lengths = np.diff(starts)
+        packed = self._gather(
+            np.repeat(lines, lengths), np.arange(starts[-1]) + np.repeat(begins - starts[:-1], lengths)
+        )
+        for number in range(decodes, len(order)):
+            piece = order[number]
+            state = self._states[piece.request_id]
+            at = int(starts[number])
+            packed.token_ids[at : at + piece.length] = state.tokens[piece.start : piece.start + piece.length]
+            planned = max(min(piece.length, state.prompt_len - piece.start), 0)
+            table = state.request.positions.table
+            packed.positions[:, at : at + planned] = table[:, piece.start : piece.start + planned]
+        return packed
 
     def _order(self, pieces: Sequence[TokenSlice]) -> tuple[tuple[TokenSlice, ...], int, int]:
         """Slices in packed order, how many decode, how many are single tokens (those that decode come first)."""

@@ -98,10 +98,6 @@ class EncoderCache:
         """Whether the entry is READY and nobody holds it."""
         return key in self._idle
 
-    def fits(self, size: int) -> bool:
-        """Whether an entry of this size could ever be held."""
-        return size <= self._capacity
-
     def acquire(self, key: bytes, size: int, holder: Holder) -> Acquisition | None:
         """Take a reference for ``holder``; None when there is no space for a new entry just now.
 
@@ -112,7 +108,7 @@ class EncoderCache:
         entry = self._entries.get(key)
         if entry is not None:
             return self._join(key, entry, size, holder)
-        if not self.fits(size):
+        if size > self._capacity:
             raise InvalidRequest(
                 f"{size} bytes of encoder rows are more than the encoder cache of {self._capacity} bytes; "
                 "raise --encoder-cache-bytes"

@@ -150,23 +150,35 @@ class Runner:
         try:
             batch, order = self._builder.build(pieces, self._rows)
             logits = self._model.text.forward(batch, self._kv)
-            wanted = [piece for piece in order if piece.samples]
-            draws = [
-                Draw(self._builder.state(piece.request_id).chooser, piece.start + piece.length) for piece in wanted
-            ]
-            tokens = choose_tokens(logits, draws) if draws else []
+            tokens = self._choose(logits, order)
         except Exception as error:
             _raise_if_fatal(error)
             logger.exception("the model failed on a batch of %d request(s)", len(pieces))
             return False
-        for piece, draw, token in zip(wanted, draws, tokens, strict=True):
+        for piece, token in zip(order, tokens, strict=True):
             if token is None:
                 self._scrub(piece.request_id)
                 failures[piece.request_id] = Internal("the model produced logits that are not finite numbers")
-            else:
+            elif piece.samples:
                 sampled[piece.request_id] = token
-                self._builder.append(piece.request_id, draw.at, token)
+                self._builder.append(piece.request_id, piece.start + piece.length, token)
         return True
+
+    def _choose(self, logits: torch.Tensor, order: Sequence[TokenSlice]) -> list[int | None]:
+        """The next token for each slice that samples, 0 for the others, None where the logits are not finite."""
+        draws = [
+            Draw(self._builder.state(piece.request_id).chooser, piece.start + piece.length)
+            for piece in order
+            if piece.samples
+        ]
+        if len(draws) == len(order):
+            return choose_tokens(logits, draws)
+        finite = torch.isfinite(logits.amax(dim=1)).tolist()
+        sampling = [row for row, piece in enumerate(order) if piece.samples]
+        tokens = iter(choose_tokens(logits[sampling], draws) if draws else ())
+        return [
+            next(tokens) if piece.samples else 0 if good else None for piece, good in zip(order, finite, strict=True)
+        ]
 
     def _scrub(self, request_id: str) -> None:
         """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""

@@ -157,8 +157,8 @@ def _best(logits: torch.Tensor) -> list[int | None]:
     A maximum is NaN when any logit is, and infinite when one is +inf or all are -inf: no second pass is needed.
     """
     top = logits.max(dim=1)
-    finite = torch.isfinite(top.values).tolist()
-    return [token if good else None for token, good in zip(top.indices.tolist(), finite, strict=True)]
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [token if math.isfinite(value) else None for token, value in pairs]
 
 
 class _Filter(NamedTuple):

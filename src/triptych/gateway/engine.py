@@ -12,7 +12,7 @@ from triptych.core.media import Modality
 from triptych.wire.gen import generation_pb2, lifecycle_pb2, server_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncIterator
 
     from triptych.core.events import Event
     from triptych.core.request import GenerateRequest
@@ -31,6 +31,22 @@ _ROLES = (server_pb2.ENGINE_ROLE_AGGREGATED, server_pb2.ENGINE_ROLE_UNSPECIFIED)
 """Unspecified: engines that serve every role say so."""
 
 
+class Events(Protocol):
+    """The events of one request: deltas, then exactly one Finished or Failed."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Itself."""
+        ...
+
+    async def __anext__(self) -> Event:
+        """The next event."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended."""
+        ...
+
+
 class Channel(Protocol):
     """The part of ``wire.channel.EngineChannel`` in use here; see there."""
 
@@ -39,7 +55,7 @@ class Channel(Protocol):
         """HOST:PORT."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: GenerateRequest) -> Events:
         """Start a request; returns once its first event is there."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,6 @@ from triptych.core.errors import (
     Draining,
     DuplicateRequest,
     InvalidRequest,
-    MediaError,
     ModelNotFound,
     Overloaded,
     PromptTooLong,
@@ -79,6 +79,9 @@ _KINDS: dict[type[TriptychError], _Kind] = {
 }
 """By the nearest class; what is not here is the server's own trouble."""
 
+_MEDIA_ITEM = re.compile(r"media item (\d{1,9}): ")
+"""How every error about one item begins, whatever its class."""
+
 
 def to_reply(error: TriptychError, media_paths: tuple[str, ...] = ()) -> ErrorReply:
     """The answer that reports an error.
@@ -91,8 +94,8 @@ def to_reply(error: TriptychError, media_paths: tuple[str, ...] = ()) -> ErrorRe
     param, code = None, kind.code
     if isinstance(error, BadRequest):
         param, code = error.param, error.error_code or code
-    elif isinstance(error, MediaError) and 0 <= error.index < len(media_paths):
-        param = media_paths[error.index]
+    elif (item := _MEDIA_ITEM.match(str(error))) and int(item[1]) < len(media_paths):
+        param = media_paths[int(item[1])]
     elif isinstance(error, PromptTooLong):
         param = "messages"
     return reply(kind.status, str(error), kind=kind.type, param=param, code=code)

@@ -8,12 +8,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import Draining, MediaError, ModelNotFound, TriptychError
-from triptych.gateway.engine import Channel, Engine, EngineState, ServedModel
+from triptych.gateway.engine import Channel, Engine, EngineState, Events, ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
-    from triptych.core.events import Event
     from triptych.core.request import GenerateRequest
     from triptych.gateway.texts import Texts
 
@@ -28,7 +27,7 @@ class Answer(NamedTuple):
 
     address: str
     """The engine's."""
-    events: AsyncGenerator[Event, None]
+    events: Events
 
 
 class Router:
