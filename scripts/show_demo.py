@@ -84,8 +84,7 @@ def show(client: httpx.Client, example: dict) -> bool:
 def ask(client: httpx.Client, example: dict) -> Asked:
     """Stream one answer over the OpenAI API."""
     parts: list[dict] = [
-        {"type": "image_url", "image_url": {"url": data_uri(DEMO_MODEL / name)}}
-        for name in example["pictures"]
+        {"type": "image_url", "image_url": {"url": data_uri(DEMO_MODEL / name)}} for name in example["pictures"]
     ]
     parts.append({"type": "text", "text": example["question"]})
     body = {"model": "demo", "messages": [{"role": "user", "content": parts}], "stream": True, "temperature": 0}

@@ -96,6 +96,17 @@ def test_text_only(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
+def test_without_a_temperature_the_model_s_own_defaults_apply(client: openai.OpenAI) -> None:
+    png = shape_png("circle", "blue")
+    said = {
+        client.chat.completions.create(model="demo", messages=about("what colour is the circle?", png))
+        .choices[0]
+        .message.content
+        for _ in range(5)
+    }
+    assert said == {"blue"}
+
+
 def test_models_and_health(served: Served, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     assert httpx.get(f"{served.url}/health").status_code == 200

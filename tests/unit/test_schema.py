@@ -56,7 +56,7 @@ def test_the_smallest_request() -> None:
         model="m",
         messages=(ChatMessage("user", "hello"),),
         media_paths=(),
-        sampling=Sampling(),
+        sampling_given={},
         stopping=Stopping(),
         stream=False,
         include_usage=False,
@@ -114,7 +114,7 @@ def test_everything_at_once() -> None:
         ),
     )
     assert asked.media_paths == ("messages[2].content[1]", "messages[2].content[2]")
-    assert asked.sampling == Sampling(0.0, 0.5, 4, 0.1, 1.0, -1.0, 1.5, 2**64 - 1)
+    assert asked.sampling(Sampling()) == Sampling(0.0, 0.5, 4, 0.1, 1.0, -1.0, 1.5, 2**64 - 1)
     assert asked.stopping == Stopping(7, 2, ("a", "b"), (3,), True)
     assert (asked.stream, asked.include_usage) == (True, True)
 
@@ -133,7 +133,7 @@ def test_stopping(fields: dict[str, Any], stopping: Stopping) -> None:
 
 
 def test_minus_one_keeps_every_token() -> None:
-    assert read(top_k=-1).sampling == Sampling(top_k=0)
+    assert read(top_k=-1).sampling(Sampling()) == Sampling(top_k=0)
 
 
 @pytest.mark.parametrize(

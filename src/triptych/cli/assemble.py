@@ -46,13 +46,13 @@ def load(directory: Path, options: EngineOptions, progress: Callable[[int, int],
     check_device(options.device)
     found = describe(directory, options.device, options.dtype)
     processor = load_processor(directory)
-    tokenizer = Tokenizer.load(directory)
-    marker = processor.placeholders.get(Modality.IMAGE)
-    if marker is not None and marker not in tokenizer.added_tokens.values():
-        raise CheckpointError(
-            f"{directory / 'tokenizer.json'} has no special token with the id {marker}, "
-            "config.json's marker of a picture (usually <|image_pad|>)"
-        )
+    tokenizer = Tokenizer.load(directory, required=tuple(processor.special_words))
+    for word, index in processor.special_words.items():
+        if tokenizer.added_tokens[word] != index:
+            raise CheckpointError(
+                f"{directory}: {word} has the id {tokenizer.added_tokens[word]} in tokenizer.json "
+                f"but {index} in config.json"
+            )
     blocks = count_blocks(found.spec, options.kv_cache_bytes, SchedulerConfig().block_size)
     config = SchedulerConfig(
         max_batched_tokens=options.max_batched_tokens,
@@ -66,7 +66,7 @@ def load(directory: Path, options: EngineOptions, progress: Callable[[int, int],
         tokenizer_source=str(directory),
         max_context=config.max_context,
         modalities=tuple(processor.placeholders),
-        image_token_id=marker,
+        image_token_id=processor.placeholders.get(Modality.IMAGE),
     )
     frontend = Frontend(
         model=description,

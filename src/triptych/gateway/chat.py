@@ -105,7 +105,7 @@ class ChatCompletions:
             UnsupportedFeature: it holds media that the model does not take.
         """
         # An answer needs room for one token.
-        prompt = await self._workers.run(model.template.render, asked.messages, max_tokens=model.max_context - 1)
+        prompt = await self._workers.run(model.text.template.render, asked.messages, max_tokens=model.max_context - 1)
         for index, item in enumerate(prompt.media):
             if item.modality not in model.modalities:
                 where = asked.media_paths[index]
@@ -120,7 +120,7 @@ class ChatCompletions:
             model=model.served_name,
             prompt=prompt.token_ids,
             media=prompt.media,
-            sampling=asked.sampling,
+            sampling=asked.sampling(model.text.sampling),
             stopping=asked.stopping,
         )
 

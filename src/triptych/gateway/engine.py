@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from triptych.core.events import Event
     from triptych.core.request import GenerateRequest
-    from triptych.gateway.texts import Texts
-    from triptych.text.chat import ChatTemplate
+    from triptych.gateway.texts import ModelText, Texts
     from triptych.wire.gen import model_pb2
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class ServedModel:
     image_token_id: int | None
     """The marker that stands for one picture, where the engine says so."""
     modalities: frozenset[Modality]
-    template: ChatTemplate
+    text: ModelText
 
 
 class Engine:
@@ -173,5 +172,5 @@ class Engine:
             if capabilities.HasField("routing_image_token_id")
             else None,
             modalities=frozenset(_MODALITIES[m] for m in capabilities.aggregate_modalities if m in _MODALITIES),
-            template=await texts.load(model.tokenizer.source),
+            text=await texts.load(model.tokenizer.source),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -18,6 +18,9 @@ from triptych.core.media import DataUri, MediaItem, Modality, Url
 from triptych.core.request import Sampling, Stopping
 from triptych.gateway.errors import BadRequest
 from triptych.text.chat import ChatMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -156,10 +159,15 @@ class ChatRequest(NamedTuple):
     messages: tuple[ChatMessage, ...]
     media_paths: tuple[str, ...]
     """Where in the JSON each media item stands, in the order of the items."""
-    sampling: Sampling
+    sampling_given: Mapping[str, Any]
+    """What the request says about sampling; valid values of ``Sampling``."""
     stopping: Stopping
     stream: bool
     include_usage: bool
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """The request's own values over the model's."""
+        return replace(defaults, **self.sampling_given)
 
 
 _decoder = msgspec.json.Decoder(Body)
@@ -185,7 +193,7 @@ def parse(data: bytes) -> ChatRequest:
     messages = tuple(_message(index, message, media_paths) for index, message in enumerate(body.messages))
     stream = bool(body.stream)
     try:
-        sampling, stopping = _sampling(body), _stopping(body)
+        sampling_given, stopping = _sampling(body), _stopping(body)
     except InvalidRequest as error:
         raise _named(error) from None
     if body.stream_options is not None and not stream:
@@ -194,7 +202,7 @@ def parse(data: bytes) -> ChatRequest:
         model=body.model,
         messages=messages,
         media_paths=tuple(media_paths),
-        sampling=sampling,
+        sampling_given=sampling_given,
         stopping=stopping,
         stream=stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -283,7 +291,7 @@ def _image(url: str, where: str) -> MediaItem:
     raise BadRequest(f"{where}: a picture's url begins with data:, http:// or https://", param=f"{where}.image_url.url")
 
 
-def _sampling(body: Body) -> Sampling:
+def _sampling(body: Body) -> dict[str, Any]:
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -296,7 +304,9 @@ def _sampling(body: Body) -> Sampling:
     }
     if body.seed is not None and -(2**63) <= body.seed < 0:  # OpenAI's seeds are signed
         given["seed"] = body.seed + 2**64
-    return replace(Sampling(), **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    replace(Sampling(), **given)  # checks the bounds
+    return given
 
 
 def _stopping(body: Body) -> Stopping:

@@ -1,15 +1,17 @@
-"""Chat templates with their tokenizers, by the directory that an engine names."""
+"""What a model's directory says about text, by the directory that an engine names."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.text.chat import ChatTemplate
+from triptych.text.generation import read_sampling
 from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from triptych.core.request import Sampling
     from triptych.gateway.workers import Workers
 
 FILES = (
@@ -24,16 +26,24 @@ FILES = (
 Stamp = tuple[tuple[int, int] | None, ...]
 
 
+class ModelText(NamedTuple):
+    """One model's text side."""
+
+    template: ChatTemplate
+    sampling: Sampling
+    """What applies where a request says nothing."""
+
+
 class Texts:
     """Loads each directory once, and again when its files have changed. Belongs to the event loop."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._loaded: dict[str, tuple[Stamp, ChatTemplate]] = {}
+        self._loaded: dict[str, tuple[Stamp, ModelText]] = {}
         self._lock = asyncio.Lock()
 
-    async def load(self, source: str) -> ChatTemplate:
-        """The template of a directory, with its tokenizer.
+    async def load(self, source: str) -> ModelText:
+        """The template of a directory with its tokenizer, and its sampling defaults.
 
         Raises:
             CheckpointError: the directory is not readable here, or its files are broken.
@@ -43,9 +53,9 @@ class Texts:
             known = self._loaded.get(source)
             if known is not None and known[0] == stamp:
                 return known[1]
-            template = await self._workers.run(_load, source)
-            self._loaded[source] = (stamp, template)
-            return template
+            text = await self._workers.run(_load, source)
+            self._loaded[source] = (stamp, text)
+            return text
 
 
 def _stamp(source: str) -> Stamp:
@@ -55,8 +65,8 @@ def _stamp(source: str) -> Stamp:
     return tuple(None if s is None else (s.st_size, s.st_mtime_ns) for s in stats)
 
 
-def _load(source: str) -> ChatTemplate:
+def _load(source: str) -> ModelText:
     directory = Path(source)
     tokenizer = Tokenizer.load(directory)
     tokenizer.encode_plain("")  # what is built on first use takes a second for a large vocabulary: not a client's
-    return ChatTemplate.load(directory, tokenizer)
+    return ModelText(ChatTemplate.load(directory, tokenizer), read_sampling(directory))

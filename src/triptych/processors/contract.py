@@ -24,6 +24,11 @@ class Processor(Protocol):
         ...
 
     @property
+    def special_words(self) -> Mapping[str, int]:
+        """The added tokens that prompts of the family are made of, with the ids that config.json gives them."""
+        ...
+
+    @property
     def fingerprint(self) -> bytes:
         """32 bytes over everything that changes pixels, rows or expansion: model revision and settings."""
         ...

@@ -143,6 +143,11 @@ class Qwen3VLProcessor:
         self._video_token = config.integer("video_token_id", 151656, least=0)
         self._levels = self._settings.levels()
         self.placeholders: Mapping[Modality, int] = {Modality.IMAGE: self._image_token}
+        self.special_words: Mapping[str, int] = {
+            "<|image_pad|>": self._image_token,
+            "<|vision_start|>": config.integer("vision_start_token_id", 151652, least=0),
+            "<|vision_end|>": config.integer("vision_end_token_id", 151653, least=0),
+        }
         self.fingerprint = processor_fingerprint(
             model_revision, b"qwen3_vl", repr((self._settings, self._image_token)).encode()
         )

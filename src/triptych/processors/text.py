@@ -24,6 +24,7 @@ class TextProcessor:
 
     def __init__(self, model_revision: bytes) -> None:
         self.placeholders: Mapping[Modality, int] = {}
+        self.special_words: Mapping[str, int] = {}
         self.fingerprint = processor_fingerprint(model_revision, b"text")
 
     def check_counts(self, token_ids: npt.NDArray[np.int32], modalities: Sequence[Modality]) -> None:
