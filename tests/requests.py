@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from triptych.core.encoder_input import EncoderInput
 from triptych.core.layout import Grid, ItemLayout, Positions, Run
-from triptych.core.media import EncoderInput, Modality
+from triptych.core.media import Modality
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
 

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
-from triptych.cli.engine import EngineOptions
 from triptych.cli.flags import model_directory
+from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
 from triptych.core.events import Failed, Finished, Tokens
 

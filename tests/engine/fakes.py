@@ -17,7 +17,7 @@ from triptych.models.contract import KvCache, PackedBatch, TextSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from triptych.core.media import EncoderInput
+    from triptych.core.encoder_input import EncoderInput
 
 VOCAB = 97
 HIDDEN = 2

@@ -13,13 +13,14 @@ from transformers import AutoConfig
 
 from tests.checkpoints import MODELS, token_ids
 from tests.paged import Sequence
-from triptych.core.media import EncoderInput, Picture
+from triptych.core.media import Picture
 from triptych.models.registry import load_model
 from triptych.processors.registry import load_processor
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from triptych.core.encoder_input import EncoderInput
     from triptych.core.layout import Positions
     from triptych.core.plan import PromptPlan
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from triptych.core.media import EncoderInput
+    from triptych.core.encoder_input import EncoderInput
 
 SIZES = [
     (1, 1),

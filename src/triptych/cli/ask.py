@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
-from triptych.cli.engine import EngineOptions
 from triptych.cli.flags import model_directory
+from triptych.cli.options import EngineOptions
 from triptych.cli.progress import loading_bar
 from triptych.core.config import MIB, MediaLimits, SchedulerConfig
 from triptych.core.errors import InvalidRequest, StartupError

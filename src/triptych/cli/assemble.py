@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from triptych.cli.engine import EngineOptions
+    from triptych.cli.options import EngineOptions
     from triptych.models.contract import Model
 
 

@@ -10,11 +10,10 @@ import sys
 import threading
 import uuid
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
-from triptych.cli.flags import DEMO, model_directory, split_address
+from triptych.cli.flags import model_directory, split_address
 from triptych.cli.progress import loading_bar
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import serve_role
@@ -22,34 +21,10 @@ from triptych.rpc.server import serve_role
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from triptych.cli.options import EngineOptions
+
 DRAIN_SECONDS = 30.0
 """How long live requests may go on after a signal."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What the command line says about one engine; the field names are the flags."""
-
-    model: str
-    device: str
-    dtype: str
-    kv_cache_bytes: int
-    max_batched_tokens: int
-    max_running_requests: int
-    served_name: str | None
-
-    def flags(self) -> list[str]:
-        """The same as command-line words, for a child process."""
-        words = [self.model]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "model" and value is not None:
-                words += [f"--{field.name.replace('_', '-')}", str(value)]
-        return words
-
-    def name(self) -> str:
-        """What clients call the model."""
-        return self.served_name or (DEMO if self.model == DEMO else model_directory(self.model).name)
 
 
 def run(options: EngineOptions, *, grpc: str, metrics: str | None, allow_plaintext: bool, announce: bool) -> int:

@@ -59,7 +59,8 @@ def engine(
     announce: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
     """Run one engine: one model, one role, one OpenEngine gRPC server."""
-    from triptych.cli.engine import EngineOptions, run
+    from triptych.cli.engine import run
+    from triptych.cli.options import EngineOptions
 
     return run(
         EngineOptions(
@@ -104,7 +105,7 @@ def serve(
     served_name: ServedName = None,
 ) -> int:
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
-    from triptych.cli.engine import EngineOptions
+    from triptych.cli.options import EngineOptions
     from triptych.cli.serve import run
 
     return run(

@@ -14,7 +14,7 @@ from triptych.cli.gateway import open_gateway
 from triptych.cli.progress import loading_bar
 
 if TYPE_CHECKING:
-    from triptych.cli.engine import EngineOptions
+    from triptych.cli.options import EngineOptions
 
 
 def run(options: EngineOptions, http: str) -> int:

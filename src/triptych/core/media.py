@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.layout import ItemLayout
-
 
 class Modality(enum.Enum):
     """What kind of item it is. The value is the word used in messages."""
@@ -73,12 +71,3 @@ class Picture:
     def width(self) -> int:
         """Pixels from left to right."""
         return int(self.pixels.shape[1])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncoderInput:
-    """What the tower reads for one item, with the layout that says what comes out."""
-
-    layout: ItemLayout
-    patches: npt.NDArray[np.float32]
-    """Shape [encoder tokens, channels * temporal patch * patch * patch], in the family's patch order."""

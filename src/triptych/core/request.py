@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from triptych.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from triptych.core.encoder_input import EncoderInput
     from triptych.core.layout import Positions
-    from triptych.core.media import EncoderInput, MediaItem
+    from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
 
 MAX_STOP_CONDITIONS = 64

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from triptych.core.config import SchedulerConfig
+    from triptych.core.encoder_input import EncoderInput
     from triptych.core.errors import TriptychError
-    from triptych.core.media import EncoderInput
     from triptych.core.request import Request
     from triptych.core.step import EncodeTask, StepPlan, TokenSlice
     from triptych.models.contract import KvCache, Model

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from triptych.core.media import EncoderInput
+    from triptych.core.encoder_input import EncoderInput
 
 
 @dataclass(frozen=True, slots=True)

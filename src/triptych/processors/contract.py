@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from triptych.core.encoder_input import EncoderInput
     from triptych.core.layout import Positions
-    from triptych.core.media import EncoderInput, Modality, Picture
+    from triptych.core.media import Modality, Picture
     from triptych.core.plan import PromptPlan
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
+from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import MediaError, UnsupportedFeature
 from triptych.core.layout import Grid, ItemLayout, Run
-from triptych.core.media import EncoderInput, Modality
+from triptych.core.media import Modality
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.processors.expand import check_counts, expand
 from triptych.processors.identity import processor_fingerprint

@@ -22,7 +22,7 @@ from triptych.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from triptych.core.media import DataUri, EncoderInput, Url
+from triptych.core.media import DataUri, Url
 from triptych.core.request import Request
 from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.config import MediaLimits
+    from triptych.core.encoder_input import EncoderInput
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from triptych.core.checkpoint import Section
-    from triptych.core.media import EncoderInput
+    from triptych.core.encoder_input import EncoderInput
 
 
 class _PatchProduct(torch.nn.Module):
