@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 256
-ROUNDS = 15
+MOST_ROUNDS, LEAST_ROUNDS, CASE_SECONDS = 15, 3, 20.0
+"""A case is repeated until there are enough rounds or its time is up."""
 
 
 class Case(NamedTuple):
@@ -131,13 +132,15 @@ def main() -> None:
     measure("demo", ROOT / "src" / "triptych" / "demo_model")
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "model"
-        subprocess.run([sys.executable, str(ROOT / "scripts" / "make_checkpoint.py"), "0.5b", str(target)], check=True)
-        measure("0.5b", target)
+        script = str(ROOT / "scripts" / "make_checkpoint.py")
+        subprocess.run([sys.executable, script, "0.5b", str(target), "--dtype", "bfloat16"], check=True)
+        for dtype in ("float32", "bfloat16"):
+            measure("0.5b", target, dtype)
 
 
-def measure(name: str, directory: Path) -> None:
+def measure(name: str, directory: Path, dtype: str = "auto") -> None:
     """All cases for one model."""
-    model = load_model(directory)
+    model = load_model(directory, dtype=dtype)
     spec = model.text.spec
     weights, multiply_adds = weight_cost(model)
     print(f"\n{name}: {multiply_adds / 1e6:.1f} M weights used per token, {weights / 1e6:.0f} MB, {spec.dtype}, "
@@ -156,7 +159,8 @@ def print_case(engine: Engine, case: Case, weights: int, multiply_adds: int) -> 
     read = read_rate(weights + kv_bytes)
     multiply = matrix_rate(spec)
     steps, books, memory, matrix = [], [], [], []
-    for _ in range(ROUNDS):
+    begin = time.perf_counter()
+    while len(steps) < MOST_ROUNDS and (len(steps) < LEAST_ROUNDS or time.perf_counter() - begin < CASE_SECONDS):
         ids = [engine.add(case.prompt) for _ in range(case.batch)]
         if case.decode:
             for _ in range(case.batch * case.prompt // 512 + 2):  # prefill, and one decode step that is not counted

@@ -43,7 +43,11 @@ def main() -> int:
             wrong = sum(show(client, example) for example in chosen(examples))
     finally:
         server.send_signal(signal.SIGINT)
-        code = server.wait(timeout=60)
+        try:
+            code = server.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            code = server.wait()
     console.print(f"server stopped with exit code {code}")
     return code or (1 if wrong else 0)
 
@@ -74,9 +78,8 @@ def show(client: httpx.Client, example: dict) -> bool:
     begin = min(span["start"] for span in spans)
     table = Table("process", "stage", "from (ms)", "took (ms)", box=None, padding=(0, 2))
     for span in spans:
-        table.add_row(
-            span["name"], f"{1000 * (span['start'] - begin):.1f}", f"{1000 * (span['end'] - span['start']):.1f}"
-        )
+        after, took = 1000 * (span["start"] - begin), 1000 * (span["end"] - span["start"])
+        table.add_row(span["process"].split()[0], span["name"], f"{after:.1f}", f"{took:.1f}")
     console.print(table, "")
     return asked.answer != example["answer"]
 

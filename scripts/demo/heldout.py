@@ -51,8 +51,38 @@ OBLONG_KINDS = ("what", "place")
 OBLONG_SIZES = ((320, 240), (240, 320), (300, 200), (150, 200), (120, 90), (640, 400))
 """Width and height of pictures that are not square."""
 DIGIT_KINDS = ("digit", "colour", "is it digit")
-NEARLY_WHITE = 236
-"""A ground without a name whose darkest channel is above this might as well be called white."""
+TITLES = {
+    "what": "shape and colour",
+    "shape": "shape",
+    "colour": "colour",
+    "ground": "background",
+    "place": "where is it",
+    "is it": "is it a circle",
+    "is it coloured": "is it red",
+    "is there": "is there a red circle",
+    "is there not": "is there not a red circle",
+    "either": "this or that",
+    "describe": "caption",
+    "colour of": "colour of the circle",
+    "shape of": "shape of the red one",
+    "at": "what is at the top left",
+    "side": "what is on the left",
+    "count": "how many",
+    "count some": "how many of a shape or colour",
+    "is side": "is it left of, above",
+    "beside": "what is left of, above",
+    "digit": "which digit",
+    "is it digit": "is it a 7",
+    "what in": "what is in the second",
+    "colour in": "colour in the second",
+    "shape in": "shape in the second",
+    "digit in": "digit in the second",
+    "which": "which one shows a circle",
+    "same shape": "the same shape",
+    "same colour": "the same colour",
+    "pictures": "how many pictures",
+}
+"""How the table calls each kind."""
 MANY = frozenset({"count", "count some"})
 """Kinds that are asked of one to four things; others of several mean two to four."""
 
@@ -73,12 +103,12 @@ def items(count: int, words: Sequence[str] = ("",)) -> Iterator[Item]:
     Only groups whose name holds one of the words are asked.
     """
     makers = {
-        **{f"one shape: {k}": (one_shape, k) for k in SINGLE_KINDS},
-        **{f"several shapes: {k}": (several, k) for k in MULTI_KINDS},
-        **{f"real digit: {k}": (real_digits, k) for k in DIGIT_KINDS},
-        **{f"two pictures: {k}": (two_pictures, k) for k in PAIR_KINDS},
-        **{f"oblong picture: {k}": (oblong, k) for k in OBLONG_KINDS},
-        **{f"new wording: {k}": (new_wording, k) for k in HELD_OUT},
+        **{f"one shape: {TITLES[k]}": (one_shape, k) for k in SINGLE_KINDS},
+        **{f"several shapes: {TITLES[k]}": (several, k) for k in MULTI_KINDS},
+        **{f"real digit: {TITLES[k]}": (real_digits, k) for k in DIGIT_KINDS},
+        **{f"two pictures: {TITLES[k]}": (two_pictures, k) for k in PAIR_KINDS},
+        **{f"oblong picture: {TITLES[k]}": (oblong, k) for k in OBLONG_KINDS},
+        **{f"new wording: {TITLES[k]}": (new_wording, k) for k in HELD_OUT},
     }
     for number, (group, (make, kind)) in enumerate(makers.items()):
         if not any(word in group for word in words):
@@ -96,12 +126,12 @@ Question = tuple[tuple[Image.Image, ...], str, str]
 
 def one_shape(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape."""
-    yield from drawn(rng, kind, count, "single", Asker(rng, free=2))
+    yield from drawn(rng, kind, count, "single", Asker(rng, free=3))
 
 
 def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape in a picture that is not square."""
-    asker, done = Asker(rng, free=2), 0
+    asker, done = Asker(rng, free=3), 0
     while done < count:
         scene = single_scene(rng)
         turn = asker.about(scene, kind)
@@ -113,7 +143,7 @@ def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question
 
 def several(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About two to four shapes; counts run from one to four."""
-    yield from drawn(rng, kind, count, "multi", Asker(rng, free=2))
+    yield from drawn(rng, kind, count, "multi", Asker(rng, free=3))
 
 
 def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: Asker) -> Iterator[Question]:
@@ -121,22 +151,15 @@ def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: A
     done = 0
     while done < count:
         shown = new_picture(rng, scenes, lone=kind in MANY and rng.random() < 0.25)
-        turn = asker.about(shown[0].scene, kind) if kind != "describe" or sayable(shown[0].scene) else None
+        turn = asker.about(shown[0].scene, kind)
         if turn is not None:
             done += 1
             yield (shown[1],), turn.question, turn.answer
 
 
-def sayable(scene: Scene) -> bool:
-    """Whether it is clear what a caption must say: a place, and a ground that is white or plainly not."""
-    if len(scene.things) > 1:
-        return True
-    return scene.things[0].place is not None and (scene.ground_colour is not None or min(scene.ground) < NEARLY_WHITE)
-
-
 def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About each held-out digit once, whatever the count."""
-    asker = Asker(rng, free=2)
+    asker = Asker(rng, free=3)
     for index in HELD_OUT_DIGITS:
         shown = new_picture(rng, "digit", pool=np.array([index]))
         turn = asker.about(shown[0].scene, kind)
@@ -145,7 +168,7 @@ def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Que
 
 def two_pictures(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About the first or the second picture, or both."""
-    yield from pairs(rng, kind, count, Asker(rng, free=2))
+    yield from pairs(rng, kind, count, Asker(rng, free=3))
 
 
 def pairs(rng: np.random.Generator, kind: str, count: int, asker: Asker) -> Iterator[Question]:

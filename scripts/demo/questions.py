@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COLOUR_NAMES = tuple(COLOURS)
 IMPERATIVES = ("name", "tell", "say", "describe", "count", "read", "write", "give", "caption", "please")
+NEARLY_WHITE = 236
+"""A ground without a name whose darkest channel is above this might as well be called white."""
 SIDE_GAP = 0.25
 """Two centres must be this far apart before one is said to lie left of, or above, the other."""
 
@@ -33,7 +35,7 @@ class Asker:
     """Asks about scenes with one generator, in trained wordings or in the held-out ones.
 
     At freedom one it also opens with a greeting or a plea and knows synonyms; at freedom two before
-    every question, and in looser wordings.
+    every question, and in looser wordings; at freedom three it leaves out what could be answered in two ways.
     """
 
     def __init__(self, rng: np.random.Generator, held_out: bool = False, free: int = 0) -> None:
@@ -133,11 +135,16 @@ class Asker:
     def what(self, scene: Scene) -> Turn | None:
         """Shape and colour of the only thing."""
         thing = self.alone(scene)
-        return None if thing is None else self.turn("what", thing.phrase)
+        if thing is None:
+            return None
+        turn = self.turn("what", thing.phrase)
+        return None if self.free > 2 and turn and "shape" in turn.question else turn
 
     def describe(self, scene: Scene) -> Turn | None:
         """A caption: one thing with its place and ground, two or three things from left to right."""
         thing = self.alone(scene)
+        if self.free > 2 and not sayable(scene):
+            return None
         if thing is not None:
             place = "" if thing.is_digit or thing.place is None else f" at the {PLACES[thing.place]}"
             ground = f" on a {scene.ground_colour} background" if scene.ground_colour else ""
@@ -370,6 +377,15 @@ class Asker:
             return None
         bare = self.choose(options)
         return self.turn("which", f"the {which}", a=with_article(bare), the=f"the {bare}")
+
+
+def sayable(scene: Scene) -> bool:
+    """Whether it is clear what a caption must say: a place, and a ground that is white or plainly not."""
+    first = scene.things[0]
+    if len(scene.things) > 1:
+        return True
+    clear_ground = scene.ground_colour is not None or min(scene.ground) < NEARLY_WHITE
+    return clear_ground and (first.is_digit or first.place is not None)
 
 
 def look(thing: Thing) -> str:

@@ -107,25 +107,22 @@ class Chapter:
 
 
 BALANCED = {"single": 0.25, "multi": 0.33, "digit": 0.22, "easy": 0.2}
+CROWDED = {"single": 0.2, "multi": 0.42, "digit": 0.22, "easy": 0.16}
+STRESSED = {
+    "which": 2.0,
+    "count some": 1.5,
+    "at": 1.3,
+    "is it digit": 1.5,
+    "describe": 1.2,
+    "easy": 0.7,
+    "same shape": 1.5,
+    "same colour": 1.5,
+}
 CHAPTERS = (
     Chapter(0, 0, BALANCED),
     Chapter(1660, 1, BALANCED),
-    Chapter(
-        4999,
-        2,
-        {"single": 0.2, "multi": 0.42, "digit": 0.22, "easy": 0.16},
-        {
-            "which": 2.0,
-            "count some": 1.5,
-            "at": 1.3,
-            "is it digit": 1.5,
-            "describe": 1.2,
-            "easy": 0.7,
-            "same shape": 1.5,
-            "same colour": 1.5,
-        },
-        0.4,
-    ),
+    Chapter(4999, 2, CROWDED, STRESSED, alike=0.4),
+    Chapter(9341, 3, CROWDED, STRESSED | {"count some": 2.0, "same shape": 5.0, "same colour": 5.0}, alike=0.55),
 )
 
 

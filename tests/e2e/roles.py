@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
-from triptych.cli.flags import model_directory
+from triptych.cli.flags import DEMO
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
 from triptych.core.events import Failed, Finished, Tokens
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from triptych.roles.aggregated import Aggregated
 
 
-def options(model: str = "demo", **changes: int) -> EngineOptions:
+def options(**changes: int) -> EngineOptions:
     """An engine's options with small defaults."""
-    numbers = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256, "max_running_requests": 32} | changes
-    return EngineOptions(model=model, device="cpu", dtype="auto", served_name=None, **numbers)
+    small = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256, "max_running_requests": 32}
+    return EngineOptions(**(small | changes))
 
 
 def load_model(chosen: EngineOptions) -> LoadedModel:
-    """The weights, once."""
-    return load(model_directory(chosen.model), chosen, lambda done, total: None)
+    """The demo model's weights, once."""
+    return load(DEMO, chosen, lambda done, total: None)
 
 
 @asynccontextmanager

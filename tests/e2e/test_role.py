@@ -16,6 +16,7 @@ from triptych.core.errors import (
     InvalidRequest,
     MediaError,
     ModelNotFound,
+    Overloaded,
     PlaceholderMismatch,
     PromptTooLong,
     RequestNotFound,
@@ -244,3 +245,37 @@ async def until_idle(role: Aggregated) -> None:
     async with asyncio.timeout(20):
         while role.load().running_requests or role.load().queued_requests or role.load().used_blocks:
             await asyncio.sleep(0.01)
+
+
+async def test_who_leaves_the_queue_gives_the_place_back_and_nothing_is_decoded(loaded: LoadedModel) -> None:
+    busy = shape_png("circle", "red", 1500)
+    async with running(loaded) as role:
+        answers = [await role.accept(request("what?", busy, request_id=f"{i}")) for i in range(20)]
+        waiting = role.statistics()["media_admission"]["waiting"]
+        assert waiting == 20 - CHOSEN.media_preparation_limit
+        for answer in answers:
+            await answer.aclose()
+        assert role.statistics()["media_admission"]["waiting"] == 0
+        assert role.statistics()["media_admission"]["abandoned"] == waiting
+        await until_idle(role)
+        assert role.statistics()["media_admission"]["admitted"] == CHOSEN.media_preparation_limit
+        assert role.statistics()["scheduler"]["accepted"] == 0
+
+
+async def test_a_full_media_queue_refuses_before_acceptance(loaded: LoadedModel) -> None:
+    limits = replace(loaded.frontend.limits, max_waiting_preparations=2, media_preparation_limit=1)
+    small = replace(loaded, frontend=replace(loaded.frontend, limits=limits))
+    async with running(small) as role:
+        answers = [await role.accept(request("what?", RED, request_id=f"{i}")) for i in range(3)]
+        with pytest.raises(Overloaded, match="--media-preparation-limit"):
+            await role.accept(request("what?", RED, request_id="one too many"))
+        ends = [[event async for event in answer][-1] for answer in answers]
+        assert all(isinstance(end, Finished) for end in ends)
+
+
+async def test_min_tokens_that_cannot_be_had_is_refused_by_name(role: Aggregated) -> None:
+    window = role.model.max_context
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        await role.accept(request(stopping=Stopping(min_tokens=window)))
+    with pytest.raises(PromptTooLong, match="min_tokens"):
+        await role.accept(request(stopping=Stopping(min_tokens=window - 3)))

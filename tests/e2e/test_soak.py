@@ -11,9 +11,12 @@ import pytest
 
 from tests.e2e.drawings import shape_png
 from tests.e2e.roles import ask, load_model, options, running
+from triptych.core.errors import IntegrityError
 from triptych.core.events import Finished, FinishReason, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.engine.scheduler import Scheduler
+from triptych.roles.contract import HealthState
 
 if TYPE_CHECKING:
     from triptych.roles.aggregated import Aggregated
@@ -114,6 +117,12 @@ async def storm(role: Aggregated, total: int, concurrency: int, rng: random.Rand
     return tally
 
 
+async def assert_no_contradiction(role: Aggregated) -> None:
+    """The engine compared its ledgers whenever it fell idle; a contradiction is its failure."""
+    scheduler = {check.name: check for check in await role.health(probe=False)}["scheduler"]
+    assert scheduler.state is HealthState.READY, scheduler.message
+
+
 async def check_storm(total: int, concurrency: int, seed: int, **limits: int) -> None:
     chosen = options(max_running_requests=concurrency, **limits)
     async with running(load_model(chosen)) as role:
@@ -126,8 +135,7 @@ async def check_storm(total: int, concurrency: int, seed: int, **limits: int) ->
         statistics = role.statistics()
         assert statistics["encoder_cache"]["held_bytes"] == 0
         assert statistics["media_admission"]["permits_in_use"] == 0
-        await role.drain(0)  # the engine compares its ledgers when it falls idle; a contradiction would be its failure
-        assert all(check.message != "failed" for check in await role.health(probe=False))
+        await assert_no_contradiction(role)
 
 
 async def test_a_few_hundred_requests() -> None:
@@ -136,6 +144,23 @@ async def test_a_few_hundred_requests() -> None:
 
 async def test_a_few_hundred_requests_in_a_pool_that_is_too_small_for_all() -> None:
     await check_storm(300, 32, seed=2, kv_cache_bytes=2**20, max_batched_tokens=64)
+
+
+async def test_a_ledger_that_contradicts_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail."""
+
+    def contradiction(_: Scheduler) -> None:
+        raise IntegrityError("made up")
+
+    async with running(load_model(options())) as role:
+        await assert_no_contradiction(role)
+        monkeypatch.setattr(Scheduler, "check_integrity", contradiction)
+        await ask(role, distinct_requests(1, random.Random(0))[0])
+        async with asyncio.timeout(20):
+            while all(check.state is HealthState.READY for check in await role.health(probe=False)):
+                await asyncio.sleep(0.01)
+        with pytest.raises(AssertionError, match="made up"):
+            await assert_no_contradiction(role)
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ class ScriptedRole:
             served_name="scripted",
             tokenizer_source="/models/scripted",
             max_context=4096,
+            context_limit="the model's own window",
             modalities=self.modalities,
             image_token_id=42 if self.modalities else None,
         )

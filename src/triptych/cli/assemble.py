@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from triptych.core.config import MediaLimits, SchedulerConfig
-from triptych.core.errors import CheckpointError, StartupError
+from triptych.cli.flags import model_directory, served_name
+from triptych.core.config import SchedulerConfig
+from triptych.core.errors import CheckpointError
 from triptych.core.media import Modality
 from triptych.engine.kv_pool import allocate, count_blocks
 from triptych.engine.loop import Engine
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from triptych.cli.options import EngineOptions
     from triptych.models.contract import Model
+    from triptych.models.registry import Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,13 @@ class LoadedModel:
     frontend: Frontend
 
 
-def load(directory: Path, options: EngineOptions, progress: Callable[[int, int], None]) -> LoadedModel:
-    """Read a model directory. Whatever can be wrong without the tensors is said before they are read.
+def load(model: str, options: EngineOptions, progress: Callable[[int, int], None]) -> LoadedModel:
+    """Read the model that ``MODEL`` names. Whatever can be wrong without the tensors is said before they are read.
 
     Raises:
         StartupError: one line that names the file, the tensor or the flag.
     """
-    check_device(options.device)
+    directory = model_directory(model)
     found = describe(directory, options.device, options.dtype)
     processor = load_processor(directory)
     tokenizer = Tokenizer.load(directory, required=tuple(processor.special_words))
@@ -53,18 +55,13 @@ def load(directory: Path, options: EngineOptions, progress: Callable[[int, int],
                 f"{directory}: {word} has the id {tokenizer.added_tokens[word]} in tokenizer.json "
                 f"but {index} in config.json"
             )
-    blocks = count_blocks(found.spec, options.kv_cache_bytes, SchedulerConfig().block_size)
-    config = SchedulerConfig(
-        max_batched_tokens=options.max_batched_tokens,
-        max_running_requests=options.max_running_requests,
-        num_blocks=blocks,
-    )
-    config = replace(config, max_context=min(found.spec.max_context, blocks * config.block_size))
+    config = _scheduler_config(options, found)
     description = ModelDescription(
         model_id=str(directory),
-        served_name=options.name(),
+        served_name=served_name(model, options.served_name),
         tokenizer_source=str(directory),
         max_context=config.max_context,
+        context_limit=_context_limit(options, found, config),
         modalities=tuple(processor.placeholders),
         image_token_id=processor.placeholders.get(Modality.IMAGE),
     )
@@ -74,9 +71,30 @@ def load(directory: Path, options: EngineOptions, progress: Callable[[int, int],
         processor=processor,
         eos_token_ids=tokenizer.eos_token_ids,
         vocab_size=found.spec.vocab_size,
-        limits=MediaLimits(),
+        limits=options.limits(),
     )
     return LoadedModel(directory, load_model(directory, options.device, options.dtype, progress), config, frontend)
+
+
+def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerConfig:
+    block_size = SchedulerConfig().block_size
+    blocks = count_blocks(found.spec, options.kv_cache_bytes, block_size, found.weight_bytes)
+    return SchedulerConfig(
+        max_batched_tokens=options.max_batched_tokens,
+        max_running_requests=options.max_running_requests,
+        max_waiting_requests=options.max_waiting_requests,
+        encoder_cache_bytes=options.encoder_cache_bytes,
+        max_context=min(options.max_context or found.spec.max_context, found.spec.max_context, blocks * block_size),
+        block_size=block_size,
+        num_blocks=blocks,
+    )
+
+
+def _context_limit(options: EngineOptions, found: Description, config: SchedulerConfig) -> str:
+    """What would have to change for a longer context."""
+    if config.max_context == found.spec.max_context:
+        return "the model's own window"
+    return "--max-context" if config.max_context == options.max_context else "--kv-cache-bytes"
 
 
 def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) -> Aggregated:
@@ -89,7 +107,8 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
     """
     spec, config = loaded.model.text.spec, loaded.config
     kv = allocate(spec, config.num_blocks, config.block_size)
-    engine = Engine(Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize), Runner(loaded.model, kv, config))
+    scheduler = Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize)
+    engine = Engine(scheduler, Runner(loaded.model, kv, config), check=check)
     description = EngineDescription(
         role=RoleName.AGGREGATED,
         instance_id=instance_id,
@@ -101,21 +120,3 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
         max_batched_tokens=config.max_batched_tokens,
     )
     return Aggregated(description, loaded.frontend, Intake(loaded.frontend), engine)
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that torch does not have.
-
-    Raises:
-        StartupError: naming the flag.
-    """
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise StartupError(f"--device {device!r} is not a device: use cpu, cuda or cuda:N") from error
-    if kind not in ("cpu", "cuda"):
-        raise StartupError(f"--device {device!r} is not supported: use cpu, cuda or cuda:N")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"--device {device}: this machine's torch sees no CUDA device; use --device cpu")

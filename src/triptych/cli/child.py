@@ -36,9 +36,9 @@ class EngineProcess:
         """HOST:PORT of its gRPC server, once it is ready."""
 
     @classmethod
-    async def start(cls, flags: list[str]) -> EngineProcess:
-        """Spawn it on a free port of the loopback. It gets a session of its own: Ctrl-C is the parent's."""
-        words = ["-m", "triptych.cli.main", "engine", *flags, "--grpc", "127.0.0.1:0", "--announce"]
+    async def start(cls, arguments: list[str]) -> EngineProcess:
+        """Spawn it on a free port of the loopback. Ctrl-C in the terminal reaches the parent only."""
+        words = ["-m", "triptych.cli.main", "engine", *arguments, "--grpc", "127.0.0.1:0", "--announce"]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,

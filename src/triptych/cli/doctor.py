@@ -68,15 +68,15 @@ def _memory() -> str:
 
 def _demo_answers() -> str:
     """Ask the shipped model about every shipped picture, through the whole engine."""
-    from triptych.cli.ask import ask_once, ask_options, read_picture
+    from triptych.cli.ask import OPTIONS, ask_once, read_picture
     from triptych.cli.assemble import load
 
     directory = model_directory(DEMO)
-    loaded = load(directory, ask_options(DEMO), lambda done, total: None)
+    loaded = load(DEMO, OPTIONS, lambda done, total: None)
     said = []
     for example in json.loads((directory / "examples.json").read_text()):
         data = [read_picture(directory / name) for name in example["pictures"]]
-        answer = asyncio.run(ask_once(loaded, data, example["question"])).text.strip()
+        answer = asyncio.run(ask_once(loaded, data, example["question"])).strip()
         if answer != example["answer"]:
             raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")
         said.append(f"{example['question']} {answer}")

@@ -10,13 +10,13 @@ import sys
 import threading
 import uuid
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
-from triptych.cli.flags import model_directory, split_address
+from triptych.cli.flags import split_address
 from triptych.cli.progress import loading_bar
 from triptych.rpc.metrics import serve_metrics
-from triptych.rpc.server import serve_role
+from triptych.rpc.server import check_address, serve_role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,42 +27,44 @@ DRAIN_SECONDS = 30.0
 """How long live requests may go on after a signal."""
 
 
-def run(options: EngineOptions, *, grpc: str, metrics: str | None, allow_plaintext: bool, announce: bool) -> int:
+class Listeners(NamedTuple):
+    """Where the engine can be reached."""
+
+    grpc: str
+    metrics: str | None
+    allow_plaintext: bool
+
+
+def run(model: str, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
     """Serve until a signal; returns the exit code.
 
     With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
     that a parent can follow it and never leaves it behind.
     """
-    directory = model_directory(options.model)
+    for address in filter(None, (listeners.grpc, listeners.metrics)):  # said before the weights are read
+        check_address(*split_address(address), allow_plaintext=listeners.allow_plaintext)
     if announce:
-        model = load(directory, options, _announce_progress())
+        loaded = load(model, options, _announce_progress())
     else:
-        with loading_bar(options.name()) as bar:
-            model = load(directory, options, bar)
-    return asyncio.run(_serve(options, model, grpc, metrics, allow_plaintext=allow_plaintext, announce=announce))
+        with loading_bar(model) as bar:
+            loaded = load(model, options, bar)
+    return asyncio.run(_serve(loaded, listeners, announce=announce))
 
 
-async def _serve(
-    options: EngineOptions,
-    model: LoadedModel,
-    grpc: str,
-    metrics: str | None,
-    *,
-    allow_plaintext: bool,
-    announce: bool,
-) -> int:
+async def _serve(loaded: LoadedModel, listeners: Listeners, *, announce: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    role = aggregated(model, instance_id=uuid.uuid4().hex)
+    role = aggregated(loaded, instance_id=uuid.uuid4().hex)
     async with AsyncExitStack() as cleanup:
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
-        server = await serve_role(role, *split_address(grpc), allow_plaintext=allow_plaintext)
+        server = await serve_role(role, *split_address(listeners.grpc), allow_plaintext=listeners.allow_plaintext)
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, None)
-        if metrics is not None:
-            exposition = await serve_metrics(role, *split_address(metrics))
+        if listeners.metrics is not None:
+            where = split_address(listeners.metrics)
+            exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
         if announce:
             _say(event="ready", grpc=server.address, model=role.model.served_name)

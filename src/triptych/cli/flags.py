@@ -14,7 +14,7 @@ DEMO = "demo"
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
-def _size(_: object, tokens: object) -> int:
+def size(_: object, tokens: object) -> int:
     """``512MiB`` or a plain number of bytes."""
     text = tokens[0].value  # type: ignore[index]
     match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text.strip(), re.IGNORECASE)
@@ -23,7 +23,8 @@ def _size(_: object, tokens: object) -> int:
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
-def _at_least_one(_: object, value: object) -> None:
+def at_least_one(_: object, value: object) -> None:
+    """Refuse zero and less."""
     if isinstance(value, int) and value < 1:
         raise ValueError(f"must be at least 1, not {value}")
 
@@ -57,20 +58,12 @@ def model_directory(model: str) -> Path:
     return path.resolve()
 
 
+def served_name(model: str, chosen: str | None) -> str:
+    """What clients call the model: the chosen name, ``demo``, or the directory's."""
+    return chosen or (DEMO if model == DEMO else model_directory(model).name)
+
+
 Model = Annotated[str, Parameter(help="A Hugging Face model directory with safetensors weights, or 'demo'.")]
-Device = Annotated[str, Parameter(help="Where tensors live: cpu, cuda, or cuda:N.")]
-DType = Annotated[
-    str,
-    Parameter(
-        help="Number format of weights and KV: auto, float32 or bfloat16. auto takes the checkpoint's own, "
-        "and float32 for float16 on a CPU."
-    ),
-]
-KvCacheBytes = Annotated[
-    int, Parameter(converter=_size, n_tokens=1, help="Memory of the KV pool: bytes, or with KiB, MiB, GiB.")
-]
-MaxBatchedTokens = Annotated[int, Parameter(validator=_at_least_one, help="Tokens computed in one step.")]
-MaxRunningRequests = Annotated[int, Parameter(validator=_at_least_one, help="Requests that hold KV at once.")]
 GrpcAddress = Annotated[str, Parameter(validator=_address, help="HOST:PORT of the OpenEngine gRPC server.")]
 HttpAddress = Annotated[str, Parameter(validator=_address, help="HOST:PORT of the OpenAI HTTP server.")]
 MetricsAddress = Annotated[
@@ -85,6 +78,6 @@ EngineAddresses = Annotated[
         help="HOST:PORT of an engine's gRPC server; may be given several times.",
     ),
 ]
-ServedName = Annotated[
-    str | None, Parameter(help="The name clients call the model by; default: the directory's name, or 'demo'.")
+AllowPlaintext = Annotated[
+    bool, Parameter(negative="", help="Permit unencrypted listeners on an address that is not loopback.")
 ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.flags import split_address
 from triptych.gateway.app import Gateway
 from triptych.gateway.server import serve
 from triptych.wire.channel import EngineChannel
+
+if TYPE_CHECKING:
+    from triptych.gateway.route import Router
 
 
 def run(engines: list[str], http: str) -> int:
@@ -23,17 +27,24 @@ async def _serve(engines: list[str], http: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as cleanup:
-        url = await open_gateway(cleanup, engines, *split_address(http))
-        print(f"The gateway is ready: {url}\nCtrl-C ends it.", flush=True)
+        opened = await open_gateway(cleanup, engines, *split_address(http))
+        print(f"The gateway listens: {opened.url}\nCtrl-C ends it.", flush=True)
         await stop.wait()
     return 0
 
 
-async def open_gateway(cleanup: AsyncExitStack, engines: list[str], host: str, port: int) -> str:
-    """Serve a gateway until ``cleanup`` is closed; returns its URL.
+class OpenGateway(NamedTuple):
+    """A gateway that listens."""
+
+    url: str
+    router: Router
+
+
+async def open_gateway(cleanup: AsyncExitStack, engines: list[str], host: str, port: int) -> OpenGateway:
+    """Serve a gateway until ``cleanup`` is closed.
 
     Raises:
         StartupError: the address cannot be had.
     """
     gateway = await cleanup.enter_async_context(Gateway([EngineChannel(engine) for engine in engines]))
-    return await cleanup.enter_async_context(serve(gateway.app, host, port))
+    return OpenGateway(await cleanup.enter_async_context(serve(gateway.app, host, port)), gateway.router)

@@ -11,26 +11,21 @@ from cyclopts import App, CycloptsError, Parameter
 from triptych import __version__
 from triptych.cli.flags import (
     DEMO,
-    Device,
-    DType,
+    AllowPlaintext,
     EngineAddresses,
     GrpcAddress,
     HttpAddress,
-    KvCacheBytes,
-    MaxBatchedTokens,
-    MaxRunningRequests,
     MetricsAddress,
     Model,
-    ServedName,
 )
-from triptych.core.config import MIB, SchedulerConfig
+from triptych.cli.options import EngineOptions
 from triptych.core.errors import TriptychError
 
 # gRPC's own log lines ("Got goaway", ...) are not for people; its errors reach us as exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-DEFAULTS = SchedulerConfig()
-DEFAULT_KV_CACHE = 512 * MIB
+Options = Annotated[EngineOptions, Parameter(name="*")]
+NO_OPTIONS = EngineOptions()
 
 app = App(
     name="triptych",
@@ -47,44 +42,18 @@ def engine(
     role: Literal["aggregated"] = "aggregated",
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
-    device: Device = "cpu",
-    dtype: DType = "auto",
-    kv_cache_bytes: KvCacheBytes = DEFAULT_KV_CACHE,
-    max_batched_tokens: MaxBatchedTokens = DEFAULTS.max_batched_tokens,
-    max_running_requests: MaxRunningRequests = DEFAULTS.max_running_requests,
-    served_name: ServedName = None,
-    allow_plaintext: Annotated[
-        bool, Parameter(negative="", help="Permit an unencrypted listener on an address that is not loopback.")
-    ] = False,
+    options: Options = NO_OPTIONS,
+    allow_plaintext: AllowPlaintext = False,
     announce: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
     """Run one engine: one model, one role, one OpenEngine gRPC server."""
-    from triptych.cli.engine import run
-    from triptych.cli.options import EngineOptions
+    from triptych.cli.engine import Listeners, run
 
-    return run(
-        EngineOptions(
-            model=model,
-            device=device,
-            dtype=dtype,
-            kv_cache_bytes=kv_cache_bytes,
-            max_batched_tokens=max_batched_tokens,
-            max_running_requests=max_running_requests,
-            served_name=served_name,
-        ),
-        grpc=grpc,
-        metrics=metrics,
-        allow_plaintext=allow_plaintext,
-        announce=announce,
-    )
+    return run(model, options, Listeners(grpc, metrics, allow_plaintext), announce=announce)
 
 
 @app.command
-def gateway(
-    *,
-    engine: EngineAddresses,
-    http: HttpAddress = "127.0.0.1:8000",
-) -> int:
+def gateway(*, engine: EngineAddresses, http: HttpAddress = "127.0.0.1:8000") -> int:
     """Serve OpenAI's HTTP API in front of running engines."""
     from triptych.cli.gateway import run
 
@@ -97,29 +66,12 @@ def serve(
     *,
     topology: Literal["aggregated"] = "aggregated",
     http: HttpAddress = "127.0.0.1:8000",
-    device: Device = "cpu",
-    dtype: DType = "auto",
-    kv_cache_bytes: KvCacheBytes = DEFAULT_KV_CACHE,
-    max_batched_tokens: MaxBatchedTokens = DEFAULTS.max_batched_tokens,
-    max_running_requests: MaxRunningRequests = DEFAULTS.max_running_requests,
-    served_name: ServedName = None,
+    options: Options = NO_OPTIONS,
 ) -> int:
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
-    from triptych.cli.options import EngineOptions
     from triptych.cli.serve import run
 
-    return run(
-        EngineOptions(
-            model=model,
-            device=device,
-            dtype=dtype,
-            kv_cache_bytes=kv_cache_bytes,
-            max_batched_tokens=max_batched_tokens,
-            max_running_requests=max_running_requests,
-            served_name=served_name,
-        ),
-        http,
-    )
+    return run(model, options, http)
 
 
 @app.command

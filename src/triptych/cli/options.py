@@ -1,33 +1,80 @@
-"""What the command line says about one engine."""
+"""What the command line says about one engine. Each field is a flag of ``engine`` and of ``serve``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from triptych.cli.flags import DEMO, model_directory
+from cyclopts import Parameter
+
+from triptych.cli.flags import at_least_one, size
+from triptych.core.config import MIB, MediaLimits, SchedulerConfig
+
+_STEP = SchedulerConfig()
+_MEDIA = MediaLimits()
+
+
+def _count(text: str) -> Parameter:
+    return Parameter(validator=at_least_one, help=text)
+
+
+def _bytes(text: str) -> Parameter:
+    return Parameter(converter=size, n_tokens=1, help=f"{text}: bytes, or with KiB, MiB, GiB.")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The field names are the flags."""
+    """An engine's flags with their defaults."""
 
-    model: str
-    device: str
-    dtype: str
-    kv_cache_bytes: int
-    max_batched_tokens: int
-    max_running_requests: int
-    served_name: str | None
+    device: Annotated[str, Parameter(help="Where tensors live: cpu, cuda, or cuda:N.")] = "cpu"
+    dtype: Annotated[
+        str,
+        Parameter(
+            help="Number format of weights and KV: auto, float32, float16 or bfloat16. "
+            "auto takes the checkpoint's own, and float32 for float16 on a CPU."
+        ),
+    ] = "auto"
+    kv_cache_bytes: Annotated[int, _bytes("Memory of the KV pool")] = 512 * MIB
+    encoder_cache_bytes: Annotated[int, _bytes("Memory of the encoder cache")] = _STEP.encoder_cache_bytes
+    max_batched_tokens: Annotated[int, _count("Tokens computed in one step.")] = _STEP.max_batched_tokens
+    max_running_requests: Annotated[int, _count("Requests that hold KV at once.")] = _STEP.max_running_requests
+    max_waiting_requests: Annotated[int, _count("Requests that may wait; one more is refused.")] = (
+        _STEP.max_waiting_requests
+    )
+    max_context: Annotated[
+        int | None, _count("Prompt and answer together, in tokens. Default: what the model and the KV pool allow.")
+    ] = None
+    max_item_bytes: Annotated[int, _bytes("Encoded size of one picture")] = _MEDIA.max_item_bytes
+    max_item_pixels: Annotated[int, _count("Width times height of one picture.")] = _MEDIA.max_item_pixels
+    max_items: Annotated[int, _count("Pictures in one request.")] = _MEDIA.max_items
+    max_request_pixels: Annotated[int, _count("Pixels of all pictures of one request.")] = _MEDIA.max_request_pixels
+    media_preparation_limit: Annotated[
+        int,
+        Parameter(
+            validator=at_least_one,
+            env_var="TRIPTYCH_MEDIA_PREPARATION_LIMIT",
+            help="Requests whose pictures are decoded at once.",
+        ),
+    ] = _MEDIA.media_preparation_limit
+    served_name: Annotated[
+        str | None, Parameter(help="The name clients call the model by. Default: the directory's name, or demo.")
+    ] = None
 
-    def flags(self) -> list[str]:
+    def words(self) -> list[str]:
         """The same as command-line words, for a child process."""
-        words = [self.model]
+        words = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "model" and value is not None:
+            if value is not None:
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return words
 
-    def name(self) -> str:
-        """What clients call the model."""
-        return self.served_name or (DEMO if self.model == DEMO else model_directory(self.model).name)
+    def limits(self) -> MediaLimits:
+        """The part that concerns media."""
+        return MediaLimits(
+            max_item_bytes=self.max_item_bytes,
+            max_item_pixels=self.max_item_pixels,
+            max_items=self.max_items,
+            max_request_pixels=self.max_request_pixels,
+            media_preparation_limit=self.media_preparation_limit,
+        )

@@ -9,38 +9,43 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from triptych.cli.child import EngineProcess
-from triptych.cli.flags import model_directory, split_address
+from triptych.cli.flags import model_directory, served_name, split_address
 from triptych.cli.gateway import open_gateway
 from triptych.cli.progress import loading_bar
+from triptych.core.errors import StartupError
+from triptych.gateway.server import check_listen
 
 if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
 
 
-def run(options: EngineOptions, http: str) -> int:
+READY_SECONDS = 60.0
+"""How long the gateway may take to learn a model from engines that are ready."""
+
+
+def run(model: str, options: EngineOptions, http: str) -> int:
     """Serve until a signal; returns the exit code."""
-    model_directory(options.model)  # a wrong MODEL is said before anything starts
-    return asyncio.run(_serve(options, http))
+    model_directory(model)  # what is wrong with MODEL or HOST:PORT is said before anything starts
+    check_listen(*split_address(http))
+    return asyncio.run(_serve(model, options, http))
 
 
-async def _serve(options: EngineOptions, http: str) -> int:
+async def _serve(model: str, options: EngineOptions, http: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait())
     async with AsyncExitStack() as cleanup:
-        engine = await EngineProcess.start(options.flags())
+        engine = await EngineProcess.start([model, *options.words()])
         cleanup.push_async_callback(engine.stop)
-        with loading_bar(options.name()) as bar:
-            loading = asyncio.create_task(engine.wait_ready(bar))
-            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            loading.cancel()
+        up = asyncio.create_task(_bring_up(cleanup, engine, model, http))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({up, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await asyncio.wait({up})
             return 0
-        loading.result()
-        url = await open_gateway(cleanup, [engine.address], *split_address(http))
-        print(f"{options.name()} is ready: {url}\nCtrl-C ends it.", flush=True)
+        print(f"{served_name(model, options.served_name)} is ready: {up.result()}\nCtrl-C ends it.", flush=True)
         ended = asyncio.create_task(engine.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
@@ -48,3 +53,16 @@ async def _serve(options: EngineOptions, http: str) -> int:
             return 1
         print("draining ...", flush=True)
     return 0
+
+
+async def _bring_up(cleanup: AsyncExitStack, engine: EngineProcess, model: str, http: str) -> str:
+    """Wait for the engine, open the gateway, and wait until a request would be answered; returns the URL."""
+    with loading_bar(model) as bar:
+        await engine.wait_ready(bar)
+    opened = await open_gateway(cleanup, [engine.address], *split_address(http))
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            await opened.router.wait_ready()
+    except TimeoutError:
+        raise StartupError(f"the gateway could not use its engine: {opened.router.engines[0].detail}") from None
+    return opened.url

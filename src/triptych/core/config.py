@@ -65,7 +65,7 @@ class MediaLimits:
     """Items of one request."""
     max_request_pixels: int = 128_000_000
     """Pixels of all pictures of one request together."""
-    preparation_limit: int = 4
+    media_preparation_limit: int = 4
     """Requests whose media are prepared at once."""
     max_waiting_preparations: int = 256
     """Requests that wait for one of these places; one more is refused as overloaded."""
@@ -77,4 +77,4 @@ class MediaLimits:
             StartupError: naming the flag.
         """
         _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
-        _positive(self, "preparation_limit", "max_waiting_preparations")
+        _positive(self, "media_preparation_limit", "max_waiting_preparations")

@@ -2,20 +2,16 @@
 
 A permit belongs to the work, not to the caller: a cancelled request keeps its permit until the
 worker that decodes its pictures has returned, so that cancel-and-retry cannot pile up decoders.
+A place in the queue belongs to the caller: who leaves gives it back at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from triptych.core.errors import Overloaded
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,59 +22,81 @@ class AdmissionStatistics:
     waiting: int
     admitted: int
     refused: int
+    abandoned: int
+    """Left the queue before their turn."""
+
+
+class Ticket:
+    """One request's place in the queue, then its permit. ``leave`` exactly when the work has ended."""
+
+    def __init__(self, admission: Admission, turn: asyncio.Future[bool]) -> None:
+        self._admission = admission
+        self._turn = turn
+
+    async def wait(self) -> bool:
+        """Wait for the permit; False when the place was given up meanwhile."""
+        return await asyncio.shield(self._turn)
+
+    def give_up(self) -> None:
+        """Leave the queue. Does nothing once the permit is held: the work decides about that."""
+        if not self._turn.done():
+            self._admission.abandon(self._turn)
+
+    def leave(self) -> None:
+        """Give the permit back."""
+        if self._turn.done() and self._turn.result():
+            self._admission.release()
 
 
 class Admission:
-    """A first-come-first-served semaphore with a bounded queue, for one event loop."""
+    """First come, first served, with a bounded queue; for one event loop."""
 
     def __init__(self, permits: int, max_waiting: int) -> None:
         self._permits = permits
         self._max_waiting = max_waiting
         self._in_use = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[asyncio.Future[bool]] = deque()
         self._admitted = 0
         self._refused = 0
+        self._abandoned = 0
 
-    @asynccontextmanager
-    async def permit(self) -> AsyncGenerator[None, None]:
-        """Hold one permit for the length of the block; wait in line for it.
+    def enter(self) -> Ticket:
+        """Take a permit, or a place in the queue for one.
 
         Raises:
-            Overloaded: at once, when the queue is full.
+            Overloaded: the queue is full.
         """
-        await self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _acquire(self) -> None:
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if self._in_use < self._permits:
             self._in_use += 1
-        elif len(self._waiters) >= self._max_waiting:
-            self._refused += 1
-            raise Overloaded(f"{self._max_waiting} requests already wait for media preparation; retry later")
+            self._admit(turn)
+        elif len(self._queue) < self._max_waiting:
+            self._queue.append(turn)
         else:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter  # the releaser hands its own permit over, so nobody can overtake
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
-                    self._release()
-                elif waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                raise
-        self._admitted += 1
+            self._refused += 1
+            raise Overloaded(
+                f"{len(self._queue)} requests already wait for media preparation; retry later, or raise "
+                "--media-preparation-limit"
+            )
+        return Ticket(self, turn)
 
-    def _release(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._in_use -= 1
+    def release(self) -> None:
+        """Hand a permit to the first in the queue, so that nobody can overtake."""
+        if self._queue:
+            self._admit(self._queue.popleft())
+        else:
+            self._in_use -= 1
+
+    def abandon(self, turn: asyncio.Future[bool]) -> None:
+        """Take a place out of the queue."""
+        self._queue.remove(turn)
+        self._abandoned += 1
+        turn.set_result(False)
+
+    def _admit(self, turn: asyncio.Future[bool]) -> None:
+        self._admitted += 1
+        turn.set_result(True)
 
     def statistics(self) -> AdmissionStatistics:
         """Counts as of now."""
-        return AdmissionStatistics(self._in_use, len(self._waiters), self._admitted, self._refused)
+        return AdmissionStatistics(self._in_use, len(self._queue), self._admitted, self._refused, self._abandoned)

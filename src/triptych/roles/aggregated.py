@@ -76,10 +76,16 @@ class Aggregated:
         arrival = time.monotonic()
         self._refuse_if_closed()
         self._refuse_if_live(request.request_id)
-        draft = await self._intake.validate(request, arrival)
-        self._refuse_if_closed()
-        self._refuse_if_live(request.request_id)  # validation may have waited
         self._engine.check_queue()
+        draft = await self._intake.validate(request, arrival)
+        try:
+            self._refuse_if_closed()  # validation may have waited
+            self._refuse_if_live(request.request_id)
+        except TriptychError:
+            if draft.ticket is not None:
+                draft.ticket.give_up()
+                draft.ticket.leave()
+            raise
         answer = AnswerStream(
             f"{next(self._serials)}",
             request,
@@ -87,6 +93,7 @@ class Aggregated:
             on_stop=lambda stopped: self._engine.abort(stopped.serial),
             on_close=self._close,
         )
+        answer.ticket = draft.ticket
         self._by_id[request.request_id] = answer
         self._by_serial[answer.serial] = answer
         self._idle.clear()
@@ -107,8 +114,8 @@ class Aggregated:
     async def _prepare(self, answer: AnswerStream, draft: Draft) -> None:
         """Never cancelled: the permit inside must last as long as the worker."""
         try:
-            prepared = await self._intake.prepare(draft)
-            if answer.serial in self._by_serial and not answer.ended:
+            prepared = await self._intake.prepare(draft, answer.wanted)
+            if answer.wanted():
                 answer.prepared = Span("prepare", draft.arrival, time.monotonic())
                 self._engine.submit(replace(prepared, request_id=answer.serial, arrival=answer.prepared.end))
         except TriptychError as error:
@@ -132,6 +139,9 @@ class Aggregated:
     def _close(self, answer: AnswerStream) -> None:
         if self._by_serial.pop(answer.serial, None) is None:
             return
+        answer.closed = True
+        if answer.ticket is not None:
+            answer.ticket.give_up()
         if not answer.ended and answer.serial not in self._preparing:
             self._engine.abort(answer.serial)
         request_id = answer.request.request_id
@@ -165,6 +175,8 @@ class Aggregated:
             return AbortOutcome.ALREADY_FINISHED
         if answer.serial in self._preparing:
             answer.push(Finished(answer.serial, FinishReason.CANCELLED, Usage(0, 0, 0)))
+            if answer.ticket is not None:
+                answer.ticket.give_up()
         else:
             self._engine.abort(answer.serial)
         return AbortOutcome.ABORTED

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from triptych.core.request import GenerateRequest, Stopping
+    from triptych.media.admission import Ticket
     from triptych.text.tokenizer import Tokenizer
 
 
@@ -36,6 +37,10 @@ class AnswerStream:
         self.request = request
         self.ended = False
         """Whether a terminal event was pushed."""
+        self.closed = False
+        """Whether the caller has left."""
+        self.ticket: Ticket | None = None
+        """The place in line for media preparation."""
         self.prepared: Span | None = None
         """The time before the engine had the request, in monotonic seconds."""
         self._on_stop = on_stop
@@ -44,6 +49,10 @@ class AnswerStream:
         self._arrived = asyncio.Event()
         self._text = VisibleText(tokenizer, request.stopping) if request.detokenize else None
         self._stop: StopText | None = None
+
+    def wanted(self) -> bool:
+        """Whether an answer can still reach somebody; from any thread."""
+        return not (self.ended or self.closed)
 
     def push(self, event: Event) -> None:
         """Take one event of the engine; after a terminal one nothing more is taken."""

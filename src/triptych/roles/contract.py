@@ -47,6 +47,8 @@ class ModelDescription:
     """Directory with tokenizer.json and the chat template."""
     max_context: int
     """Prompt and answer together, in tokens; what the KV pool can hold counts too."""
+    context_limit: str
+    """What sets ``max_context``: the flag to change, or words that say there is none."""
     modalities: tuple[Modality, ...]
     """Media the model accepts; empty for a text-only model."""
     image_token_id: int | None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from triptych.core.errors import (
+    Cancelled,
     Internal,
     InvalidRequest,
     ModelNotFound,
@@ -31,6 +32,8 @@ from triptych.media.limits import RequestBudget
 from triptych.processors.identity import content_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from triptych.core.config import MediaLimits
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
+    from triptych.media.admission import Ticket
     from triptych.processors.contract import Processor
     from triptych.roles.contract import ModelDescription
     from triptych.text.tokenizer import Tokenizer
@@ -65,6 +69,8 @@ class Draft(NamedTuple):
     token_ids: npt.NDArray[np.int32]
     arrival: float
     """Monotonic seconds."""
+    ticket: Ticket | None
+    """The place in line for media preparation; None without media. Whoever holds the draft prepares or gives up."""
 
 
 class Prepared(NamedTuple):
@@ -79,13 +85,13 @@ class Intake:
 
     def __init__(self, frontend: Frontend) -> None:
         self._front = frontend
-        limit = frontend.limits.preparation_limit
+        limit = frontend.limits.media_preparation_limit
         self.admission = Admission(limit, max_waiting=frontend.limits.max_waiting_preparations)
         self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
         self._text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
 
     async def validate(self, request: GenerateRequest, arrival: float) -> Draft:
-        """Check everything that needs no media.
+        """Check everything that needs no media, and take a place in line where there are some.
 
         Raises:
             TriptychError: the request is refused and nothing is held.
@@ -98,14 +104,23 @@ class Intake:
                 raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
         if len(request.media) > front.limits.max_items:
             raise InvalidRequest(f"{len(request.media)} media items; at most {front.limits.max_items} (--max-items)")
+        stopping = request.stopping
+        if stopping.min_tokens >= front.model.max_context:
+            raise InvalidRequest(f"min_tokens is {stopping.min_tokens}; {self._window()}")
         token_ids = await self._tokenise(request.prompt)
-        if len(token_ids) >= front.model.max_context:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens; the context window is {front.model.max_context}, "
-                "answer included"
-            )
+        self._check_length(len(token_ids), stopping.min_tokens)
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
-        return Draft(request, token_ids, arrival)
+        return Draft(request, token_ids, arrival, self.admission.enter() if request.media else None)
+
+    def _window(self) -> str:
+        model = self._front.model
+        return f"the context window is {model.max_context} tokens, answer included (set by {model.context_limit})"
+
+    def _check_length(self, tokens: int, min_tokens: int) -> None:
+        """An answer needs room for one token, and for as many as it must have."""
+        if tokens + max(min_tokens, 1) > self._front.model.max_context:
+            answer = f" and min_tokens asks for {min_tokens} more" if min_tokens else ""
+            raise PromptTooLong(f"the prompt has {tokens} tokens{answer}; {self._window()}")
 
     async def _tokenise(self, prompt: str | tuple[int, ...]) -> npt.NDArray[np.int32]:
         if not isinstance(prompt, str):
@@ -114,6 +129,9 @@ class Intake:
             if outside.size:
                 raise InvalidRequest(f"token id {outside[0]} is outside the vocabulary of {self._front.vocab_size}")
             return token_ids.astype(np.int32)
+        fewest = self._front.tokenizer.fewest_tokens(prompt)
+        if fewest >= self._front.model.max_context:
+            raise PromptTooLong(f"the prompt has at least {fewest} tokens; {self._window()}")
         if len(prompt) < LONG_TEXT:
             ids = self._front.tokenizer.encode(prompt)
         else:
@@ -123,24 +141,33 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
-    async def prepare(self, draft: Draft) -> Request:
+    async def prepare(self, draft: Draft, wanted: Callable[[], bool]) -> Request:
         """Open the media, expand the prompt and position it.
 
         Run it in a task of its own and let that task end: cancelling it would give the permit back while a
-        worker still runs.
+        worker still runs. ``wanted`` is asked, also from the worker, before each item is opened.
 
         Raises:
+            Cancelled: nobody wants it any more.
             TriptychError: this request fails; the message names the item.
         """
-        if not draft.request.media:
+        if draft.ticket is None:
             return self._request(draft, self._plan(draft, []))
-        async with self.admission.permit():
+        try:
+            if not await draft.ticket.wait():
+                raise Cancelled("ended while waiting for media preparation")
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._media_pool, self._prepare_media, draft)
+            return await loop.run_in_executor(self._media_pool, self._prepare_media, draft, wanted)
+        finally:
+            draft.ticket.leave()
 
-    def _prepare_media(self, draft: Draft) -> Request:
+    def _prepare_media(self, draft: Draft, wanted: Callable[[], bool]) -> Request:
         budget = RequestBudget(self._front.limits)
-        inputs = [self._open(index, item, draft, budget) for index, item in enumerate(draft.request.media)]
+        inputs = []
+        for index, item in enumerate(draft.request.media):
+            if not wanted():
+                raise Cancelled("ended during media preparation")
+            inputs.append(self._open(index, item, draft, budget))
         return self._request(draft, self._plan(draft, inputs))
 
     def _open(self, index: int, item: MediaItem, draft: Draft, budget: RequestBudget) -> EncoderInput:
@@ -155,11 +182,7 @@ class Intake:
 
     def _plan(self, draft: Draft, inputs: list[EncoderInput]) -> Prepared:
         plan, placed = self._front.processor.plan(draft.token_ids, inputs)
-        if len(plan) >= self._front.model.max_context:
-            raise PromptTooLong(
-                f"the prompt has {len(plan)} tokens, pictures included; the context window is "
-                f"{self._front.model.max_context}, answer included"
-            )
+        self._check_length(len(plan), draft.request.stopping.min_tokens)
         return Prepared(plan, placed)
 
     def _request(self, draft: Draft, prepared: Prepared) -> Request:
