@@ -1,7 +1,7 @@
 .PHONY: setup demo test test-slow check bench
 
 setup:      ## install everything for development
-	scripts/setup check test
+	scripts/setup check test train
 
 demo:       ## serve the demo model, ask about two pictures, stop
 	scripts/show_demo

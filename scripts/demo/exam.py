@@ -27,7 +27,7 @@ ROWS_PER_BATCH = 24
 def exam_batches(builder: RowBuilder, rounds: int) -> list[Batch]:
     """Held-out batches: new scenes, held-out digits, easy-vqa's test split; `rounds` batches of each."""
     rng = np.random.default_rng(EXAM_SEED)
-    asker, batches = Asker(rng, free=3), []
+    asker, batches = Asker(rng, free=4), []
     easy = test_questions()
     order = rng.permutation(len(easy))
     for round_ in range(rounds):

@@ -126,12 +126,12 @@ Question = tuple[tuple[Image.Image, ...], str, str]
 
 def one_shape(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape."""
-    yield from drawn(rng, kind, count, "single", Asker(rng, free=3))
+    yield from drawn(rng, kind, count, "single", Asker(rng, free=4))
 
 
 def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About one shape in a picture that is not square."""
-    asker, done = Asker(rng, free=3), 0
+    asker, done = Asker(rng, free=4), 0
     while done < count:
         scene = single_scene(rng)
         turn = asker.about(scene, kind)
@@ -143,7 +143,7 @@ def oblong(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question
 
 def several(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About two to four shapes; counts run from one to four."""
-    yield from drawn(rng, kind, count, "multi", Asker(rng, free=3))
+    yield from drawn(rng, kind, count, "multi", Asker(rng, free=4))
 
 
 def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: Asker) -> Iterator[Question]:
@@ -159,7 +159,7 @@ def drawn(rng: np.random.Generator, kind: str, count: int, scenes: str, asker: A
 
 def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About each held-out digit once, whatever the count."""
-    asker = Asker(rng, free=3)
+    asker = Asker(rng, free=4)
     for index in HELD_OUT_DIGITS:
         shown = new_picture(rng, "digit", pool=np.array([index]))
         turn = asker.about(shown[0].scene, kind)
@@ -168,7 +168,7 @@ def real_digits(rng: np.random.Generator, kind: str, count: int) -> Iterator[Que
 
 def two_pictures(rng: np.random.Generator, kind: str, count: int) -> Iterator[Question]:
     """About the first or the second picture, or both."""
-    yield from pairs(rng, kind, count, Asker(rng, free=3))
+    yield from pairs(rng, kind, count, Asker(rng, free=4))
 
 
 def pairs(rng: np.random.Generator, kind: str, count: int, asker: Asker) -> Iterator[Question]:

@@ -19,6 +19,8 @@ COLOUR_NAMES = tuple(COLOURS)
 IMPERATIVES = ("name", "tell", "say", "describe", "count", "read", "write", "give", "caption", "please")
 NEARLY_WHITE = 236
 """A ground without a name whose darkest channel is above this might as well be called white."""
+RARER = 0.2
+"""How often a question after sameness is dropped because the answer would be no, the commoner one."""
 SIDE_GAP = 0.25
 """Two centres must be this far apart before one is said to lie left of, or above, the other."""
 
@@ -35,7 +37,8 @@ class Asker:
     """Asks about scenes with one generator, in trained wordings or in the held-out ones.
 
     At freedom one it also opens with a greeting or a plea and knows synonyms; at freedom two before
-    every question, and in looser wordings; at freedom three it leaves out what could be answered in two ways.
+    every question, and in looser wordings; at freedom three it leaves out what could be answered in two ways;
+    at freedom four it asks whether two things are the same as often where they are as where they are not.
     """
 
     def __init__(self, rng: np.random.Generator, held_out: bool = False, free: int = 0) -> None:
@@ -360,6 +363,8 @@ class Asker:
             return self.which(thing, rival, which)
         same = {"same shape": thing.name == rival.name, "same colour": thing.colour == rival.colour}
         if kind not in same or thing.is_digit or rival.is_digit:
+            return None
+        if self.free > 3 and not same[kind] and self.rng.random() < RARER:
             return None
         return self.turn(kind, "yes" if same[kind] else "no")
 

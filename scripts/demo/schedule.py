@@ -123,6 +123,7 @@ CHAPTERS = (
     Chapter(1660, 1, BALANCED),
     Chapter(4999, 2, CROWDED, STRESSED, alike=0.4),
     Chapter(9341, 3, CROWDED, STRESSED | {"count some": 2.0, "same shape": 5.0, "same colour": 5.0}, alike=0.55),
+    Chapter(13093, 4, CROWDED, STRESSED | {"count some": 2.0, "same shape": 6.0, "same colour": 6.0}, alike=0.65),
 )
 
 

@@ -23,6 +23,8 @@ VOCAB = 97
 HIDDEN = 2
 LEVELS = 1
 _PRIME = (1 << 31) - 1
+OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes. Error code 12")
+"""As torch raises it on a CPU."""
 
 
 def spec(vocab: int = VOCAB, axes: int = 1) -> TextSpec:
@@ -49,11 +51,15 @@ class HashModel:
     """KV lengths of the sequences of each step."""
     broken: set[int] = field(default_factory=set)
     """Token ids at which ``forward`` raises."""
+    most_tokens: int | None = None
+    """Tokens above which a batch does not fit into memory."""
     poison: set[int] = field(default_factory=set)
     """Token ids that make the logits of their sequence, and their own KV, not a number."""
 
     def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
         self.batches.append(batch.contexts)
+        if self.most_tokens is not None and len(batch.token_ids) > self.most_tokens:
+            raise OUT_OF_MEMORY
         if self.broken & set(batch.token_ids.tolist()):
             raise RuntimeError("a token that this model cannot bear")
         self._write(batch, kv)
@@ -109,6 +115,8 @@ class FakeTower:
     """Pictures of each call."""
     broken: set[int] = field(default_factory=set)
     """Pictures that raise."""
+    most_rows: int | None = None
+    """Rows above which a call does not fit into memory."""
     wrong: dict[int, torch.Tensor] = field(default_factory=dict)
     """Pictures whose rows are replaced."""
     short: bool = False
@@ -117,6 +125,8 @@ class FakeTower:
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         pictures = [int(single.patches[0, 0]) for single in inputs]
         self.calls.append(pictures)
+        if self.most_rows is not None and sum(single.layout.rows for single in inputs) > self.most_rows:
+            raise OUT_OF_MEMORY
         if self.broken & set(pictures):
             raise RuntimeError("a picture that this tower cannot bear")
         outputs = [

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from tests.checkpoints import MODELS, token_ids
-from tests.paged import Sequence
+from tests.engine.paged import Sequence
 from triptych.core.media import Picture
 from triptych.models.registry import load_model
 from triptych.processors.registry import load_processor
@@ -72,9 +72,9 @@ class Pair:
         rows = self.ours.tower.encode(placed) if placed and self.ours.tower else []
         return Prompt(plan, self.processor.positions(plan), placed, rows)
 
-    def arguments(self, prompt: Prompt) -> dict[str, torch.Tensor]:
-        """The prompt as transformers takes it."""
-        token_ids = torch.from_numpy(prompt.plan.token_ids.astype(np.int64))[None]
+    def arguments(self, prompt: Prompt, answer: list[int] | None = None) -> dict[str, torch.Tensor]:
+        """The prompt, and the beginning of an answer, as transformers takes them."""
+        token_ids = torch.tensor([[*prompt.plan.token_ids.tolist(), *(answer or ())]])
         given = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)}
         if prompt.inputs:
             given["pixel_values"] = torch.from_numpy(np.concatenate([entry.patches for entry in prompt.inputs]))
@@ -84,9 +84,17 @@ class Pair:
         return given
 
     @torch.inference_mode()
-    def reference_logits(self, prompt: Prompt) -> torch.Tensor:
-        """[prompt length, vocab]."""
-        return self.reference(**self.arguments(prompt)).logits[0].float()
+    def reference_logits(self, prompt: Prompt, answer: list[int] | None = None) -> torch.Tensor:
+        """[prompt length + answer length, vocab]."""
+        return self.reference(**self.arguments(prompt, answer)).logits[0].float()
+
+    @torch.inference_mode()
+    def reference_rows(self, prompt: Prompt) -> torch.Tensor:
+        """[rows of all items, row width]: the tower's output, then its deepstack levels."""
+        given = self.arguments(prompt)
+        features = self.reference.model.get_image_features(given["pixel_values"], given["image_grid_thw"])
+        levels = (features.pooler_output, *features.deepstack_features)
+        return torch.cat([torch.cat(list(level)) for level in levels], dim=1)
 
     @torch.inference_mode()
     def reference_tokens(self, prompt: Prompt, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import TEXT_SHAPES, VISION_SHAPES, write_checkpoint
 from tests.engine.fidelity import Pair
-from tests.paged import Paged
+from tests.engine.paged import Paged
 from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
 from triptych.models import weights
 from triptych.models.registry import FAMILIES, describe, load_model
@@ -59,7 +59,7 @@ def refusal(directory: Path) -> str:
 def test_a_description_is_what_loading_gives(checkpoint: Callable[[str], Path], shape: str) -> None:
     description, model = describe(checkpoint(shape)), load_model(checkpoint(shape))
     assert description.spec == model.text.spec
-    assert description.has_tower == (model.tower is not None) == (shape in VISION_SHAPES)
+    assert (model.tower is not None) == (shape in VISION_SHAPES)
     assert description.weight_bytes >= (checkpoint(shape) / WEIGHTS).stat().st_size * 0.9
 
 
@@ -284,6 +284,25 @@ def test_a_vision_configuration_that_cannot_be_met(
 def test_a_flag_that_is_wrong_is_named(checkpoint: Callable[[str], Path], device: str, dtype: str) -> None:
     with pytest.raises(StartupError, match="--device" if device != "cpu" else "--dtype"):
         load_model(checkpoint("qwen3"), device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "message"),
+    [
+        ("abacus", 0, r"--device 'abacus': use cpu, cuda or cuda:N"),
+        ("mps", 0, r"--device 'mps': use cpu, cuda or cuda:N"),
+        ("cuda", 0, r"--device cuda: this machine's torch sees no CUDA device; use --device cpu"),
+        ("cuda:1", 0, r"--device cuda:1: this machine's torch sees no CUDA device"),
+        ("cuda:2", 2, r"--device cuda:2: this machine's torch sees 2 CUDA device\(s\)"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, device: str, devices: int, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(StartupError, match=message):
+        describe(checkpoint("qwen3"), device)
 
 
 def test_the_language_model_of_transformers_is_never_made(

@@ -94,18 +94,20 @@ def test_preemption(model: Model, requests: list[Request], expected: dict[str, l
 
 
 def test_prefix_hits_at_every_block(model: Model, requests: list[Request], expected: dict[str, list[int]]) -> None:
-    target = requests[2]
-    seen = set()
-    for chunk in range(16, len(target.plan), 16):
-        engine = bench(model, max_batched_tokens=chunk)
+    target = requests[3]
+    offsets = range(4, len(target.plan), 4)
+    inside = [offset for offset in offsets if any(i.start < offset < i.end for i in target.plan.items)]
+    assert len(inside) > 5  # blocks end in the middle of pictures too
+    cached = []
+    for chunk in offsets:
+        engine = bench(model, max_batched_tokens=chunk, block_size=4)
         engine.scheduler.add(target)
         engine.step()
         engine.scheduler.abort(target.request_id, 0.0)
         engine.tokens.clear()
         assert engine.run([target])[target.request_id] == expected[target.request_id]
-        seen.add(engine.ends[target.request_id].usage.cached_prompt_tokens)
-    assert len(seen) > 3
-    assert all(cached % 16 == 0 for cached in seen)
+        cached.append(engine.ends[target.request_id].usage.cached_prompt_tokens)
+    assert cached == list(offsets)
 
 
 def test_a_picture_seen_before_is_neither_encoded_nor_prefilled_again(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.fidelity import Pair
-from tests.paged import Paged
+from tests.engine.paged import Paged
 from triptych.models.attention import group_by_length
 
 if TYPE_CHECKING:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 
-from tests.engine.fakes import HashModel, picture_rows, spec
+from tests.engine.fakes import OUT_OF_MEMORY, FakeTower, HashModel, picture_rows, spec
 from tests.engine.setup import Bench, alone
 from tests.requests import content_key, item, request
-from triptych.core.errors import InvalidRequest, StartupError
+from triptych.core.config import MIB
+from triptych.core.errors import InvalidRequest, Overloaded, StartupError
 from triptych.core.events import Failed
 from triptych.core.request import Stopping
 from triptych.core.step import EncodeTask, StepPlan, TokenSlice
@@ -203,14 +205,55 @@ def test_a_chunk_of_broken_numbers_fails_before_anybody_can_read_its_blocks() ->
     assert isinstance(bench.ends["again"], Failed)
 
 
-def test_exhausted_memory_is_not_swallowed() -> None:
-    class Hungry(HashModel):
-        def forward(self, batch: object, kv: object) -> torch.Tensor:
-            raise MemoryError
+def test_a_batch_too_large_for_the_memory_is_computed_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(HashModel(most_tokens=12))
+    made = [text("a", 9), text("b", 12, first=11), shown("c", 1)]
+    with caplog.at_level(logging.CRITICAL):
+        bench.run(made)
+    assert bench.tokens == {each.request_id: alone(each) for each in made}
 
-    bench = Bench(Hungry())
-    bench.scheduler.add(text("a", 5))
-    with pytest.raises(MemoryError):
+
+def test_items_too_large_for_the_memory_together_are_encoded_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(tower=FakeTower(most_rows=6))
+    made = [shown("a", 1, 2), shown("b", 3)]
+    with caplog.at_level(logging.CRITICAL):
+        bench.run(made)
+    assert bench.tower.calls == [[1, 2, 3], [1], [2], [3]]
+    assert bench.tokens == {each.request_id: alone(each) for each in made}
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OUT_OF_MEMORY], ids=["python", "cuda", "cpu"]
+)
+def test_what_is_too_large_even_alone_is_overload_and_says_the_flag(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tests.engine.fakes.OUT_OF_MEMORY", error)
+    bench = Bench(HashModel(most_tokens=30), FakeTower(most_rows=6))
+    with caplog.at_level(logging.CRITICAL):
+        bench.run([text("long", 31), text("a", 5), shown("large", 7, rows=8), shown("b", 1)])
+    for name, words in {
+        "long": r"compute 31 token\(s\) .*retry later.* --max-batched-tokens",
+        "large": r"media item 0 .*: 32 encoder tokens .*retry later.* --max-item-pixels",
+    }.items():
+        end = bench.ends[name]
+        assert isinstance(end, Failed)
+        assert isinstance(end.error, Overloaded)
+        assert re.search(words, str(end.error))
+        assert str(end.error).count("--") == 1
+    assert bench.tokens["a"] == alone(text("a", 5))
+    assert bench.tokens["b"] == alone(shown("b", 1))
+
+
+@pytest.mark.parametrize("place", ["tower", "model"])
+def test_a_lost_device_is_passed_on(place: str) -> None:
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    bench = Bench()
+    setattr(*{"tower": (bench.tower, "encode"), "model": (bench.model, "forward")}[place], lost)
+    bench.scheduler.add(shown("a", 1))
+    with pytest.raises(torch.AcceleratorError):
         bench.step()
 
 
@@ -279,6 +322,14 @@ def test_too_small_a_pool_says_the_flag_and_what_would_do() -> None:
 def test_more_than_the_memory_there_is_says_the_flag() -> None:
     with pytest.raises(StartupError, match=r"--kv-cache-bytes.*available"):
         count_blocks(spec(), 1 << 60, 16)
+
+
+def test_the_weights_that_will_be_loaded_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.engine.kv_pool.available_bytes", lambda device: 100 * MIB)
+    shape = spec()
+    assert count_blocks(shape, 60 * MIB, 16, weight_bytes=40 * MIB) == 60 * MIB // (16 * shape.kv_bytes_per_token())
+    with pytest.raises(StartupError, match=r"needs 60 MiB and the weights take 41 MiB, but 100 MiB are available"):
+        count_blocks(shape, 60 * MIB, 16, weight_bytes=41 * MIB)
 
 
 def test_a_pool_that_cannot_be_allocated_says_the_flag() -> None:

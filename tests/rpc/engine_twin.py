@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import Draining, ModelNotFound
-from triptych.core.events import EosToken, Event, Finished, FinishReason, Span, Tokens, Usage
+from triptych.core.events import EosToken, Event, Failed, Finished, FinishReason, Span, Tokens, Usage
 from triptych.wire.gen import generation_pb2, lifecycle_pb2, model_pb2, server_pb2
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class EngineTwin:
         except asyncio.CancelledError:
             self.ended.set()
             raise
+        if isinstance(script[0], Failed):
+            self.ended.set()
+            raise script[0].error
         events = self._play(script)
         await anext(events)
         return events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,15 +20,17 @@ from triptych.core.errors import (
     MediaUnavailable,
     ModelNotFound,
     Overloaded,
-    RequestNotFound,
+    PromptTooLong,
     RoleMismatch,
     TriptychError,
     UnsupportedFeature,
 )
 from triptych.core.events import Failed, Finished, Tokens
+from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest
-from triptych.wire.channel import EngineChannel
-from triptych.wire.gen import generation_pb2, lifecycle_pb2, openengine_pb2_grpc
+from triptych.wire.channel import LARGE_REQUEST, EngineChannel
+from triptych.wire.gen import error_pb2, generation_pb2, openengine_pb2_grpc
+from triptych.wire.status import TransientFailure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -47,22 +50,23 @@ async def test_an_answer_arrives_as_core_events_with_its_spans(serve: Serve) -> 
     assert served.role.requests == [REQUEST]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidRequest("wrong"),
-        MediaError(2, "is broken"),
-        MediaUnavailable(2, "timed out"),
-        UnsupportedFeature("wrong"),
-        RoleMismatch("wrong"),
-        ModelNotFound("wrong"),
-        DuplicateRequest("wrong"),
-        Overloaded("wrong"),
-        Draining("wrong"),
-        Cancelled("wrong"),
-        Internal("wrong"),
-    ],
-)
+ERRORS = [
+    InvalidRequest("wrong"),
+    PromptTooLong("wrong"),
+    MediaError(2, "is broken"),
+    MediaUnavailable(2, "timed out"),
+    UnsupportedFeature("wrong"),
+    RoleMismatch("wrong"),
+    ModelNotFound("wrong"),
+    DuplicateRequest("wrong"),
+    Overloaded("wrong"),
+    Draining("wrong"),
+    Cancelled("wrong"),
+    Internal("wrong"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 async def test_a_refusal_is_raised_as_the_class_it_was(serve: Serve, error: TriptychError) -> None:
     served = await serve(ScriptedRole(refusal=error))
     with pytest.raises(type(error)) as caught:
@@ -71,12 +75,32 @@ async def test_a_refusal_is_raised_as_the_class_it_was(serve: Serve, error: Trip
     assert caught.value.retryable == error.retryable
 
 
-async def test_a_failure_after_acceptance_is_an_event(serve: Serve) -> None:
-    served = await serve(ScriptedRole(script=lambda request: [*answer(request)[:1], Overloaded("full")]))
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_failure_before_the_first_delta_is_raised_like_a_refusal(serve: Serve, error: TriptychError) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [error]))
+    with pytest.raises(type(error)) as caught:
+        await served.channel.generate(REQUEST)
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert served.role.live == set()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_a_failure_after_a_delta_is_an_event(serve: Serve, error: TriptychError) -> None:
+    served = await serve(ScriptedRole(script=lambda request: [*answer(request)[:1], error]))
     events = [event async for event in await served.channel.generate(REQUEST)]
     assert [type(event) for event in events] == [Tokens, Failed]
     assert isinstance(events[1], Failed)
-    assert type(events[1].error) is Overloaded
+    assert type(events[1].error) is type(error)
+    assert str(events[1].error) == str(error)
+
+
+async def test_a_request_too_large_for_the_event_loop_arrives_whole(serve: Serve) -> None:
+    served = await serve()
+    media = tuple(MediaItem(Modality.IMAGE, RawBytes(bytes([number]) * LARGE_REQUEST)) for number in range(3))
+    request = replace(REQUEST, media=media)
+    assert [type(event) async for event in await served.channel.generate(request)] == [Tokens, Tokens, Finished]
+    assert served.role.requests == [request]
 
 
 async def test_closing_early_cancels_the_request(serve: Serve) -> None:
@@ -125,15 +149,11 @@ async def test_a_message_above_64_mib_is_refused(serve: Serve) -> None:
 
 
 async def test_unary_calls(serve: Serve) -> None:
-    served = await serve(ScriptedRole(live={"live"}))
+    served = await serve()
     assert (await served.channel.get_server_info()).instance_id == "instance-1"
     assert (await served.channel.get_model_info("scripted")).max_context_length == 4096
     assert (await served.channel.get_load()).total_kv_blocks == 100
     assert len((await served.channel.health()).checks) == 2
-    assert len((await served.channel.health(probe=True)).checks) == 3
-    assert (await served.channel.abort("live")).status == lifecycle_pb2.ABORT_STATUS_ABORTED
-    with pytest.raises(RequestNotFound):
-        await served.channel.abort("unknown")
     with pytest.raises(ModelNotFound):
         await served.channel.get_model_info("other")
 
@@ -203,6 +223,14 @@ async def test_an_engine_that_breaks_the_contract_fails_the_answer(foreign: Call
     events = [event async for event in await channel.generate(REQUEST)]
     assert isinstance(events[-1], Failed)
     assert type(events[-1].error) is Internal
+
+
+async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: Callable[..., Any]) -> None:
+    error = error_pb2.EngineError(code=error_pb2.ERROR_CODE_KV_TRANSFER_FAILED, message="lost", retryable=True)
+    channel = await foreign(generation_pb2.GenerateResponse(request_id="r", error=error))
+    with pytest.raises(TransientFailure, match="lost") as caught:
+        await channel.generate(REQUEST)
+    assert caught.value.retryable
 
 
 async def test_a_stream_left_open_behind_its_end_does_not_hold_the_caller(foreign: Callable[..., Any]) -> None:

@@ -15,9 +15,10 @@ import pytest
 from tests.chat_files import write_chat_files
 from tests.rpc.gateway_harness import BODY, DATA, until
 from tests.rpc.scripted_role import ScriptedRole, Step
-from triptych.core.errors import StartupError
+from triptych.core.errors import Overloaded, PromptTooLong, StartupError
 from triptych.core.events import EosToken, Finished, FinishReason, Tokens, Usage
 from triptych.gateway.app import Gateway
+from triptych.gateway.server import check_listen
 from triptych.gateway.server import serve as serve_http
 from triptych.wire.channel import EngineChannel
 
@@ -142,6 +143,31 @@ async def test_a_large_picture_arrives_whole(serving: Serving) -> None:
     assert serving.role.requests[0].media[0].source.uri == url  # type: ignore[union-attr]
 
 
+async def test_a_prompt_that_its_pictures_make_too_long(serving: Serving) -> None:
+    serving.role.script = lambda request: [PromptTooLong("the prompt has 5000 tokens; the context window has 4096")]
+    with pytest.raises(openai.BadRequestError, match="has 5000 tokens") as caught:
+        await serving.client.chat.completions.create(model="tiny", messages=question())
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+async def test_the_other_engine_answers_where_one_accepts_and_cannot(serve: Serve, directory: Path) -> None:
+    roles = [Seeing(script=lambda request: [Overloaded("full")], directory=directory) for _ in range(2)]
+    channels = [EngineChannel((await serve(role)).address) for role in roles]
+    async with (
+        Gateway(channels) as gateway,
+        serve_http(gateway.app, "127.0.0.1", 0) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        await until(lambda: all(engine.state.usable for engine in gateway.router.engines))
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="tiny", messages=question())
+        assert [len(role.requests) for role in roles] == [1, 1]
+        roles[1].script = red
+        answer = await client.chat.completions.create(model="tiny", messages=question())
+        assert answer.choices[0].message.content == "It is red"
+        assert [len(role.requests) for role in roles] == [2, 2]  # the full one was longer unused, so asked first
+
+
 async def test_a_port_in_use_is_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -150,6 +176,18 @@ async def test_a_port_in_use_is_one_line() -> None:
         with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
             async with serve_http(Gateway([]).app, "127.0.0.1", port):
                 pass
+
+
+async def test_an_address_can_be_checked_before_there_is_a_gateway() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
+            check_listen("127.0.0.1", port)
+    check_listen("127.0.0.1", port)
+    async with serve_http(Gateway([]).app, "127.0.0.1", port):  # the check holds nothing
+        pass
 
 
 @pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70_000)])

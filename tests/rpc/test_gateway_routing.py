@@ -11,10 +11,11 @@ from tests.chat_files import write_chat_files
 from tests.rpc.engine_twin import EngineTwin, finished
 from tests.rpc.gateway_harness import Caller, error_of, running, until
 from triptych.core.errors import Draining, Internal, InvalidRequest, MediaUnavailable, Overloaded, TriptychError
-from triptych.core.events import Tokens
+from triptych.core.events import Failed, Tokens
 from triptych.gateway.app import Gateway
 from triptych.gateway.limits import GatewayLimits
 from triptych.wire.gen import lifecycle_pb2, server_pb2
+from triptych.wire.status import TransientFailure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +83,35 @@ async def test_a_dead_engine_is_passed_over_and_used_again_when_it_is_back(direc
         assert len(one.requests) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [Overloaded("the media queue is full"), Draining("ending"), TransientFailure("lost")])
+async def test_an_engine_that_fails_before_its_first_delta_is_passed_over(
+    directory: Path, stream: bool, error: TriptychError
+) -> None:
+    one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
+    one.script = [Failed("any", error)]
+    async with running(one, two) as run:
+        await run.state(0, "ready")
+        await run.state(1, "ready")
+        response = await run.chat(stream=stream)
+        assert response.status_code == 200
+        assert (len(one.requests), len(two.requests)) == (1, 1)
+        assert one.requests == two.requests
+        assert "It is" in response.text
+        assert str(error) not in response.text
+        assert run.nothing_is_held()
+
+
+async def test_an_answer_that_has_begun_is_not_begun_elsewhere(directory: Path) -> None:
+    one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
+    one.script = [Tokens("any", (1,), "It"), Failed("any", Overloaded("the consumer did not read"))]
+    async with running(one, two) as run:
+        await run.state(0, "ready")
+        await run.state(1, "ready")
+        assert (await run.chat()).status_code == 429
+        assert two.requests == []
+
+
 async def test_an_overloaded_engine_is_passed_over_for_this_request(directory: Path) -> None:
     one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
     one.refusal = Overloaded("full")
@@ -93,10 +123,16 @@ async def test_an_overloaded_engine_is_passed_over_for_this_request(directory: P
         assert (await run.chat()).status_code == 429
 
 
+@pytest.mark.parametrize("in_band", [False, True])
 @pytest.mark.parametrize("error", [InvalidRequest("never"), MediaUnavailable(0, "timed out"), Internal("broken")])
-async def test_what_would_fail_again_is_not_tried_elsewhere(directory: Path, error: TriptychError) -> None:
+async def test_what_would_fail_again_is_not_tried_elsewhere(
+    directory: Path, error: TriptychError, in_band: bool
+) -> None:
     one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
-    one.refusal = two.refusal = error
+    if in_band:
+        one.script = two.script = [Failed("any", error)]
+    else:
+        one.refusal = two.refusal = error
     async with running(one, two) as run:
         await run.state(0, "ready")
         await run.state(1, "ready")
@@ -200,7 +236,7 @@ async def test_an_engine_that_is_started_anew_is_learnt_anew(directory: Path) ->
         ({"role": server_pb2.ENGINE_ROLE_PREFILL}, "role aggregated"),
         ({"name": ""}, "names no model"),
         ({"max_context": 0}, "context length"),
-        ({"directory": "/nowhere"}, "tokenizer.json: No such file"),
+        ({"directory": "/nowhere"}, "No such file or directory"),
         ({"down": ValueError("a bug")}, "its log has details"),
     ],
 )

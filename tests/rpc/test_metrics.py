@@ -62,6 +62,13 @@ async def test_a_taken_port_is_a_startup_error_that_names_it() -> None:
     await server.stop()
 
 
+async def test_metrics_for_other_machines_need_the_flag() -> None:
+    with pytest.raises(StartupError, match="--allow-plaintext"):
+        await serve_metrics(ScriptedRole(), "0.0.0.0", 0)
+    server = await serve_metrics(ScriptedRole(), "0.0.0.0", 0, allow_plaintext=True)
+    await server.stop()
+
+
 async def test_stopping_closes_the_port_and_the_thread() -> None:
     before = set(threading.enumerate())
     server = await serve_metrics(ScriptedRole(), "127.0.0.1", 0)

@@ -11,7 +11,7 @@ from tests.rpc.scripted_role import ScriptedRole
 from triptych.core.errors import StartupError
 from triptych.core.request import GenerateRequest
 from triptych.rpc.address import Address
-from triptych.rpc.server import serve_role
+from triptych.rpc.server import check_address, serve_role
 from triptych.wire.channel import EngineChannel
 
 SECONDS = 20.0
@@ -37,6 +37,20 @@ async def test_a_taken_port_is_a_startup_error_that_names_it() -> None:
     await server.stop(None)
     again = await serve_role(ScriptedRole(), "127.0.0.1", port)
     await again.stop(None)
+
+
+async def test_an_address_can_be_checked_before_there_is_a_role() -> None:
+    server = await serve_role(ScriptedRole(), "127.0.0.1", 0)
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(StartupError, match=f"127.0.0.1:{port}: Address already in use"):
+        check_address("127.0.0.1", port)
+    await server.stop(None)
+    check_address("127.0.0.1", port)
+    again = await serve_role(ScriptedRole(), "127.0.0.1", port)  # the check holds nothing
+    await again.stop(None)
+    with pytest.raises(StartupError, match="--allow-plaintext"):
+        check_address("0.0.0.0", port)
+    check_address("0.0.0.0", port, allow_plaintext=True)
 
 
 async def test_a_host_that_is_not_ours_is_a_startup_error() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,9 @@ from triptych.core.errors import CheckpointError, InvalidRequest, PromptTooLong
 from triptych.core.media import DataUri, MediaItem, Modality
 from triptych.text.chat import ChatMessage, ChatTemplate
 from triptych.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PICTURE = MediaItem(Modality.IMAGE, DataUri("data:image/png;base64,AAAA"))
 OTHER = MediaItem(Modality.IMAGE, DataUri("data:image/png;base64,BBBB"))
@@ -67,6 +71,10 @@ def conversation(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[Chat
     return st.lists(st.builds(ChatMessage, roles, st.one_of(content, parts)), min_size=1, max_size=4)
 
 
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
 def as_transformers(message: ChatMessage) -> dict[str, object]:
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
@@ -85,11 +93,11 @@ def reference(directory: Path):
     return AutoTokenizer.from_pretrained(str(directory))
 
 
-@given(messages=conversation(benign), prompt=st.booleans())
-def test_benign_conversations_give_the_ids_of_transformers(template, reference, messages, prompt: bool) -> None:
-    rendered = template.render(messages, max_tokens=PLENTY, add_generation_prompt=prompt)
+@given(messages=conversation(benign))
+def test_benign_conversations_give_the_ids_of_transformers(template, reference, messages) -> None:
+    rendered = template.render(messages, max_tokens=PLENTY)
     expected = reference.apply_chat_template(
-        [as_transformers(m) for m in messages], tokenize=True, add_generation_prompt=prompt, return_dict=False
+        [as_transformers(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
     )
     assert list(rendered.token_ids) == expected
     media = [p for m in messages if not isinstance(m.content, str) for p in m.content if not isinstance(p, str)]
@@ -131,7 +139,7 @@ def test_nothing_a_user_writes_becomes_an_added_token(template: ChatTemplate, to
 def test_what_a_user_writes_reaches_the_model_as_it_is(template: ChatTemplate, tokenizer: Tokenizer) -> None:
     said = "\ue000{{ messages }}{% set x = 1 %}\0<|image_pad|></think>\ue001"
     ids = template.render([ChatMessage("user", said)], max_tokens=PLENTY).token_ids
-    text = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    text = decode(tokenizer, ids)
     assert f"<|im_start|>user\n{said}<|im_end|>" in text
 
 
@@ -186,7 +194,7 @@ def test_functions_and_filters_that_templates_expect(tmp_path: Path, tokenizer: 
     )
     write_chat_files(tmp_path, source)
     ids = ChatTemplate.load(tmp_path, tokenizer).render([ChatMessage("user", "x")], max_tokens=PLENTY).token_ids
-    assert tokenizer.decode(ids) == '01{"a": "<é>"}' + time.strftime("%Y")
+    assert decode(tokenizer, ids) == '01{"a": "<é>"}' + time.strftime("%Y")
 
 
 @pytest.mark.parametrize("content", ["a\udc00", ("fine", "\ud800")])
@@ -225,7 +233,7 @@ def test_where_templates_are_found(tmp_path: Path, tokenizer: Tokenizer, files: 
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     rendered = ChatTemplate.load(tmp_path, tokenizer).render([ChatMessage("user", "x")], max_tokens=PLENTY)
-    assert tokenizer.decode(rendered.token_ids) == expected
+    assert decode(tokenizer, rendered.token_ids) == expected
 
 
 def test_no_template(tmp_path: Path, tokenizer: Tokenizer) -> None:

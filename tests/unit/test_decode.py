@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from triptych.core.config import MediaLimits
-from triptych.core.errors import MediaError
+from triptych.core.errors import InvalidRequest, MediaError, MediaUnavailable
 from triptych.media.decode import decode_picture
-from triptych.media.limits import RequestBudget
+from triptych.media.limits import RequestBudget, check_item_count
 
 LIMITS = MediaLimits()
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
@@ -123,10 +123,18 @@ def test_a_request_counts_its_pictures_together() -> None:
 
 
 def test_a_request_counts_its_items() -> None:
-    budget = RequestBudget(MediaLimits(max_items=1))
-    decode_picture(0, encode("WEBP"), budget)
-    with pytest.raises(MediaError, match=r"more than 1 items in one request \(--max-items\)"):
-        decode_picture(1, encode("WEBP"), budget)
+    check_item_count(2, MediaLimits(max_items=2))
+    with pytest.raises(InvalidRequest, match=r"3 media items; at most 2 \(--max-items\)"):
+        check_item_count(3, MediaLimits(max_items=2))
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(image: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("triptych.media.decode.to_rgb", exhausted)
+    with pytest.raises(MediaUnavailable, match="--max-item-pixels"):
+        decode_picture(0, encode("PNG"), RequestBudget(MediaLimits()))
 
 
 def test_pillow_is_left_as_it_was() -> None:

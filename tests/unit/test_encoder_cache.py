@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from triptych.core.errors import IntegrityError, InvalidRequest
+from triptych.core.errors import IntegrityError
 from triptych.engine.encoder_cache import EncoderCache, EntryState, Outcome
 
 A, B, C = b"a", b"b", b"c"
@@ -69,7 +69,7 @@ def test_no_space_is_not_now_and_evicts_nothing() -> None:
 
 def test_larger_than_the_cache_is_never() -> None:
     cache = EncoderCache(10)
-    with pytest.raises(InvalidRequest, match="--encoder-cache-bytes"):
+    with pytest.raises(IntegrityError, match="bytes of encoder rows"):
         cache.acquire(A, 11, ONE)
 
 

@@ -31,7 +31,9 @@ def test_defaults(tmp_path: Path, settings: dict[str, object] | None, expected: 
     assert read_sampling(tmp_path) == expected
 
 
-@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_p": 3}, {"top_k": True}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": "hot"}, {"top_p": 3}, {"top_k": True}, {"top_k": 1.5}, {"do_sample": 1}]
+)
 def test_nonsense_is_named(tmp_path: Path, settings: dict[str, object]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=next(iter(settings))):

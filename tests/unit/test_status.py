@@ -20,17 +20,23 @@ from triptych.core.errors import (
     ModelNotFound,
     Overloaded,
     PlaceholderMismatch,
+    PromptTooLong,
     Status,
     TriptychError,
 )
 from triptych.wire.gen import error_pb2
 from triptych.wire.status import (
     ERROR_TRAILER,
+    KIND_TRAILER,
     MAX_MESSAGE_BYTES,
+    TransientFailure,
     as_typed,
     from_message,
     from_status,
-    one_line,
+    item_message,
+    kind_trailers,
+    refined,
+    sent_text,
     to_message,
     to_status,
 )
@@ -82,6 +88,36 @@ def test_a_failure_comes_back_with_code_and_retryability(kind: type[TriptychErro
     error = instance(kind)
     back = from_message(to_message(error))
     assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, str(error))
+
+
+@pytest.mark.parametrize("kind", [PromptTooLong, Draining])
+def test_a_class_that_shares_its_code_survives(kind: type[TriptychError]) -> None:
+    error = kind("why")
+    assert type(from_status(*to_status(error))) is kind
+    assert type(refined(from_message(to_message(error)), kind_trailers(error))) is kind
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [(), ((KIND_TRAILER, "draining"),), ((KIND_TRAILER, "unheard-of"),), ((KIND_TRAILER, b"prompt_too_long"),)],
+)
+def test_a_trailer_that_does_not_fit_changes_nothing(trailers: tuple[tuple[str, str | bytes], ...]) -> None:
+    error = InvalidRequest("why")
+    assert refined(error, trailers) is error
+
+
+def test_a_retry_that_another_engine_recommends_is_remembered() -> None:
+    message = error_pb2.EngineError(code=error_pb2.ERROR_CODE_KV_TRANSFER_FAILED, message="m", retryable=True)
+    error = from_message(message)
+    assert type(error) is TransientFailure
+    assert error.retryable
+    message.retryable = False
+    assert not from_message(message).retryable
+
+
+@pytest.mark.parametrize("message", ["item 3: x", "the media item 3: x", "media item 3", "media item x: y", ""])
+def test_messages_about_no_single_item(message: str) -> None:
+    assert item_message(message) is None
 
 
 @given(index=st.integers(0, 10**8), reason=st.from_regex(r"\S+( \S+)*", fullmatch=True).filter(lambda r: len(r) < 200))
@@ -143,7 +179,7 @@ def test_unexpected_errors_tell_nothing_about_our_insides() -> None:
 
 @given(st.text(st.characters(exclude_categories=())))
 def test_messages_are_one_bounded_line(text: str) -> None:
-    line = one_line(Internal(text * 50))
+    line = sent_text(Internal(text * 50))
     assert len(line.encode()) <= MAX_MESSAGE_BYTES
     assert line
     assert "\n" not in line

@@ -51,15 +51,24 @@ def test_streaming_equals_the_definition(deltas: list[str], stops: list[str], in
             return
         so_far = "".join(deltas[: index + 1])
         assert shown == so_far[: len(so_far) - held(so_far, stops)]
-    assert (shown + matcher.finish(), None, None) == expected
+    assert (shown + matcher.finish().text, None, None) == expected
 
 
-@given(text=st.text("ab<", max_size=12), tail=st.text("ab<", max_size=4), stops=st.lists(letters, max_size=4))
-def test_the_tail_counts_as_text(text: str, tail: str, stops: list[str]) -> None:
+@given(
+    text=st.text("ab<", max_size=12),
+    tail=st.text("ab<", max_size=4),
+    stops=st.lists(letters, max_size=4),
+    armed=st.booleans(),
+)
+def test_the_tail_counts_as_text(text: str, tail: str, stops: list[str], armed: bool) -> None:
     matcher = StopMatcher(stops)
-    step = matcher.feed(text)
-    if step.stop is None:
-        assert step.text + matcher.finish(tail) == oracle([text, tail], stops, False, 0).visible
+    step = matcher.feed(text, armed=False)
+    end = matcher.finish(tail, armed=armed)
+    expected = oracle([text, tail], stops, False, 1 if armed else 2)
+    assert end.stop == expected.stop
+    # a stop string that the tail completed may have begun in what was shown, when it did not count yet
+    assert (step.text + end.text).startswith(expected.visible)
+    assert len(step.text + end.text) == max(len(expected.visible), len(step.text))
 
 
 def test_no_beginning_of_a_stop_string_is_shown() -> None:

@@ -1,4 +1,4 @@
-"""The JSON files of a model directory, read with types: a wrong value is named, never met later as a traceback."""
+"""The text files of a model directory, JSON with types: a wrong value is named, never met later as a traceback."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from triptych.core.config import MIB
 from triptych.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_JSON_BYTES = 64 * MIB
+MAX_TEXT_BYTES = 128 * MIB
+"""The largest published tokenizer.json has about 35 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,18 @@ class Section:
             raise self.error(key, f"must be a list of strings, not {value!r:.100}")
         return tuple(value)
 
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; none when absent.
+
+        Raises:
+            CheckpointError: anything else.
+        """
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(entry, bool) or not isinstance(entry, int) or entry < 0 for entry in ids):
+            raise self.error(key, f"must be a token id or a list of them, not {value!r:.100}")
+        return tuple(ids)
+
     def section(self, key: str) -> Section:
         """An object inside this one; empty when absent.
 
@@ -134,17 +149,44 @@ def read_json(directory: Path, name: str) -> Section:
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {name}: it is not a Hugging Face model directory")
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES}")
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        values = json.loads(_read(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return Section(name, values)
+
+
+def read_json_if_present(directory: Path, name: str) -> Section:
+    """The same, or an object without keys where there is no such file.
+
+    Raises:
+        CheckpointError: see :func:`read_json`.
+    """
+    return read_json(directory, name) if (directory / name).exists() else Section(name, {})
+
+
+def read_text(path: Path) -> str:
+    """A file's content.
+
+    Raises:
+        CheckpointError: the file is missing, too large or not UTF-8.
+    """
+    try:
+        return _read(path, MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: byte {error.start}") from None
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(data) > limit:
+        raise CheckpointError(f"{path} has more than {limit // MIB} MiB")
+    return data
 
 
 def architecture_of(config: Section) -> str:

@@ -190,3 +190,8 @@ class UnknownArchitecture(StartupError):
     def __init__(self, architecture: str, supported: list[str]) -> None:
         """List what would have worked."""
         super().__init__(f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(supported))}")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of anybody's says, on one line; its class name where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

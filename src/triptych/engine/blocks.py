@@ -13,20 +13,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from triptych.core.errors import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class Allocation(NamedTuple):
-    """Blocks handed out, and the cached contents that had to go for them."""
-
-    blocks: tuple[int, ...]
-    evicted: tuple[bytes, ...]
-    """Hashes that can no longer be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,6 @@ class BlockPool:
         "_block_of",
         "_evictions",
         "_free",
-        "_generations",
         "_hash_of",
         "_reclaimable",
         "_references",
@@ -61,7 +52,6 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self._references = [0] * num_blocks
-        self._generations = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         # Block 0 is handed out first: low ids stay warm in a pool that is mostly empty.
@@ -86,28 +76,25 @@ class BlockPool:
         """Blocks with at least one reference."""
         return len(self._references) - self.available
 
-    def generation(self, block: int) -> int:
-        """How often the block was handed out for new content; a reader that saw another number read something else."""
-        return self._generations[block]
+    def allocate(self, count: int) -> tuple[int, ...] | None:
+        """Take ``count`` blocks for new content, each with one reference; None when there are too few just now.
 
-    def allocate(self, count: int) -> Allocation | None:
-        """Take ``count`` blocks for new content, each with one reference; None when there are too few just now."""
+        Cached content that has to go for them can no longer be found.
+        """
         if count > self.available:
             return None
         blocks = []
-        evicted = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
             else:
                 block, _ = self._reclaimable.popitem(last=False)
-                evicted.append(self._unlist(block))
+                self._unlist(block)
+                self._evictions += 1
             self._references[block] = 1
-            self._generations[block] += 1
             blocks.append(block)
         self._allocations += count
-        self._evictions += len(evicted)
-        return Allocation(tuple(blocks), tuple(evicted))
+        return tuple(blocks)
 
     def find(self, content: bytes) -> int | None:
         """The block that holds this content, or None. Takes no reference."""
@@ -131,8 +118,8 @@ class BlockPool:
             self._references[block] += 1
         self._shares += len(blocks)
 
-    def enlist(self, block: int, content: bytes) -> bool:
-        """Make a held, completely computed block findable; False when its content can be found already.
+    def enlist(self, block: int, content: bytes) -> None:
+        """Make a held, completely computed block findable, unless another block of this content is so already.
 
         Raises:
             IntegrityError: the block is not held, or is findable under another hash.
@@ -142,28 +129,24 @@ class BlockPool:
         if self._hash_of[block] is not None:
             if self._hash_of[block] != content:
                 raise IntegrityError(f"block {block} was cached twice with different contents")
-            return False
-        if content in self._block_of:
-            return False
-        self._hash_of[block] = content
-        self._block_of[content] = block
-        return True
+        elif content not in self._block_of:
+            self._hash_of[block] = content
+            self._block_of[content] = block
 
-    def release(self, blocks: Sequence[int], *, forget: bool = False) -> tuple[bytes, ...]:
+    def release(self, blocks: Sequence[int], *, forget: bool = False) -> None:
         """Give back one reference on each block of a table.
 
         The tail is given back first, so that the ends of chains are overwritten before their beginnings.
-        ``forget`` makes the contents unfindable too (they are suspect), and returns their hashes.
+        ``forget`` makes the contents unfindable too: they are suspect.
 
         Raises:
             IntegrityError: a block is not held.
         """
-        forgotten = []
         for block in reversed(blocks):
             if not self._references[block]:
                 raise IntegrityError(f"block {block} was released but nobody holds it")
             if forget and self._hash_of[block] is not None:
-                forgotten.append(self._unlist(block))
+                self._unlist(block)
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -171,7 +154,6 @@ class BlockPool:
                 self._free.append(block)
             else:
                 self._reclaimable[block] = None
-        return tuple(forgotten)
 
     def statistics(self) -> BlockStatistics:
         """Counters, at no cost that grows with the pool."""
@@ -207,10 +189,9 @@ class BlockPool:
         if any(self._hash_of[block] is not None for block in self._free):
             raise IntegrityError("a free block is findable")
 
-    def _unlist(self, block: int) -> bytes:
+    def _unlist(self, block: int) -> None:
         content = self._hash_of[block]
         if content is None:
             raise IntegrityError(f"block {block} is reclaimable but has no hash")
         self._hash_of[block] = None
         del self._block_of[content]
-        return content

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from triptych.core.errors import IntegrityError, InvalidRequest
+from triptych.core.errors import IntegrityError
 
 Holder = tuple[str, int]
 """(request id, item index): the owner of one reference."""
@@ -102,17 +102,14 @@ class EncoderCache:
         """Take a reference for ``holder``; None when there is no space for a new entry just now.
 
         Raises:
-            InvalidRequest: the entry is larger than the whole cache.
-            IntegrityError: the holder has this reference already, or the key's size changed.
+            IntegrityError: the holder has this reference already, the key's size changed, or the entry is larger than
+                the whole cache (the scheduler refuses such a request before it is queued).
         """
         entry = self._entries.get(key)
         if entry is not None:
             return self._join(key, entry, size, holder)
         if size > self._capacity:
-            raise InvalidRequest(
-                f"{size} bytes of encoder rows are more than the encoder cache of {self._capacity} bytes; "
-                "raise --encoder-cache-bytes"
-            )
+            raise IntegrityError(f"{size} bytes of encoder rows came to an encoder cache of {self._capacity} bytes")
         if self._used - self._idle_bytes + size > self._capacity:
             self._counts["blocked"] += 1
             return None

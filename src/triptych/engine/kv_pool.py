@@ -18,8 +18,14 @@ USEFUL_TOKENS = 256
 """A pool below this holds no small picture with its question; refused rather than served badly."""
 
 
-def count_blocks(spec: TextSpec, kv_cache_bytes: int, block_size: int) -> int:
+def count_blocks(spec: TextSpec, kv_cache_bytes: int, block_size: int, weight_bytes: int = 0) -> int:
     """Blocks of ``block_size`` tokens that fit into ``kv_cache_bytes``.
+
+    Args:
+        spec: the decoder's shape.
+        kv_cache_bytes: what the pool may take.
+        block_size: tokens in one block.
+        weight_bytes: what the weights are still going to take of the memory that is available now.
 
     Raises:
         StartupError: naming the flag and the smallest useful value, or the memory that there is.
@@ -34,10 +40,11 @@ def count_blocks(spec: TextSpec, kv_cache_bytes: int, block_size: int) -> int:
         )
     needed = blocks * block_size * per_token
     available = available_bytes(spec.device)
-    if available is not None and needed > available:
+    if available is not None and needed + weight_bytes > available:
+        weights = f"and the weights take {weight_bytes // MIB} MiB, " if weight_bytes else ""
         raise StartupError(
-            f"--kv-cache-bytes {kv_cache_bytes} needs {needed // MIB} MiB but {available // MIB} MiB are available on "
-            f"{spec.device}; the smallest useful value is {useful * block_size * per_token}"
+            f"--kv-cache-bytes {kv_cache_bytes} needs {needed // MIB} MiB {weights}but {available // MIB} MiB are "
+            f"available on {spec.device}; the smallest useful value is {useful * block_size * per_token}"
         )
     return blocks
 

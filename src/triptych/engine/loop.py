@@ -83,10 +83,9 @@ class Engine:
         self._check = check
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: set[str] = set()
-        """Ids that were accepted and have no terminal event yet. Guarded by ``_quiet``, as is ``_closed``."""
+        """Ids that were accepted and have no terminal event yet. Guarded by ``_lock``, as is ``_closed``."""
         self._deliver: Callable[[tuple[Event, ...]], None] = _to_nobody
-        self._delivering = False
-        self._quiet = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False
         self._failure: TriptychError | None = None
         self._thread: threading.Thread | None = None
@@ -108,7 +107,7 @@ class Engine:
         """
         self._scheduler.check(request)
         self._runner.check(request)
-        with self._quiet:
+        with self._lock:
             if self._closed:
                 raise Draining("the engine has failed" if self._failure else "the engine is shutting down")
             if request.request_id in self._live:
@@ -129,14 +128,9 @@ class Engine:
         """End a request soon; from any thread. An id that is not live is no error."""
         self._inbox.put(_Abort(request_id))
 
-    def wait_quiet(self, timeout: float) -> bool:
-        """Wait until no request is live and all ends are delivered, at most ``timeout`` seconds; whether they are."""
-        with self._quiet:
-            return self._quiet.wait_for(lambda: not self._live and not self._delivering, timeout)
-
     def stop(self) -> None:
         """Refuse new requests, end the live ones as cancelled, and wait for the thread. Idempotent."""
-        with self._quiet:
+        with self._lock:
             self._closed = True
         self._inbox.put(_Stop())
         if self._thread is not None:
@@ -146,11 +140,6 @@ class Engine:
     def failure(self) -> TriptychError | None:
         """Why the loop ended, if it did so by itself."""
         return self._failure
-
-    @property
-    def live(self) -> int:
-        """Requests that were accepted and have no terminal event yet."""
-        return len(self._live)
 
     def load(self) -> Load:
         """How busy the engine is, at most one step old; from any thread, without waiting."""
@@ -215,18 +204,11 @@ class Engine:
         if not events:
             return
         ended = [event.request_id for event in events if not isinstance(event, Tokens)]
-        if not ended:
-            self._deliver(events)
-            return
-        with self._quiet:
-            # Before delivery: whoever hears of the end may submit the id again at once.
-            self._live.difference_update(ended)
-            self._delivering = True
+        if ended:
+            with self._lock:
+                # Before delivery: whoever hears of the end may submit the id again at once.
+                self._live.difference_update(ended)
         self._deliver(events)
-        with self._quiet:
-            self._delivering = False
-            if not self._live:
-                self._quiet.notify_all()
 
     def _end_all(self) -> None:
         """Cancel what is live, let the runner drop its state, and look whether anything is still held."""
@@ -236,7 +218,7 @@ class Engine:
                 self._accept(self._inbox.get_nowait())
             except queue.Empty:
                 break
-        with self._quiet:
+        with self._lock:
             ids = list(self._live)
         for request_id in ids:
             self._send(self._scheduler.abort(request_id, now))
@@ -246,7 +228,7 @@ class Engine:
             self._scheduler.check_integrity()
 
     def _fail(self, error: Exception) -> None:
-        with self._quiet:
+        with self._lock:
             self._failure = (
                 error if isinstance(error, TriptychError) else Internal("the engine loop failed; see its log")
             )
@@ -258,9 +240,6 @@ class Engine:
                 self._deliver(tuple(Failed(request_id, self._failure) for request_id in ids))
         except Exception:
             logger.exception("the end of %d request(s) could not be delivered", len(ids))
-        with self._quiet:
-            self._delivering = False
-            self._quiet.notify_all()
 
 
 def _to_nobody(events: tuple[Event, ...]) -> None:

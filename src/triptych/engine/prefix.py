@@ -3,7 +3,7 @@
 A block's hash covers everything that its keys and values depend on:
 
     parent          hash of the block before it; the first block's parent is a digest of the domain tag,
-                    the adapter's digest and the caller's salt
+                    and the caller's salt
     token ids       of the block, int32 little endian
     media           for each stretch of an item inside the block: offset in the block, length, offset
                     inside the item, and the item's content key
@@ -29,10 +29,10 @@ _FIELD = struct.Struct("<Q")
 _STRETCH = struct.Struct("<III32s")
 
 
-def chain_seed(salt: str, adapter: bytes = b"") -> bytes:
+def chain_seed(salt: str) -> bytes:
     """The parent of a first block: 32 bytes over length-prefixed fields."""
     hasher = blake3()
-    for field in (DOMAIN, adapter, salt.encode(errors="surrogatepass")):
+    for field in (DOMAIN, salt.encode(errors="surrogatepass")):
         hasher.update(_FIELD.pack(len(field)))
         hasher.update(field)
     return hasher.digest()

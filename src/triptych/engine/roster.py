@@ -78,23 +78,23 @@ class Roster:
             IntegrityError: there are fewer blocks than the caller counted.
         """
         self.pool.share(hits)
-        allocation = self.pool.allocate(missing)
-        if allocation is None:
+        blocks = self.pool.allocate(missing)
+        if blocks is None:
             raise IntegrityError(f"request {sequence.request_id!r}: blocks counted as available were not")
         del self.waiting[sequence.request_id]
         self.waiting_tokens -= sequence.known
         self.running[sequence.request_id] = sequence
         sequence.running = True
-        sequence.blocks = [*hits, *allocation.blocks]
+        sequence.blocks = [*hits, *blocks]
         sequence.registered = len(hits)
         self._move(sequence, len(hits) * self._block_size)
 
     def grow(self, sequence: Sequence) -> bool:
         """Add one block, at the cost of the youngest; False when the request had to give way itself."""
         while True:
-            allocation = self.pool.allocate(1)
-            if allocation is not None:
-                sequence.blocks.extend(allocation.blocks)
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                sequence.blocks.extend(blocks)
                 return True
             victim = next(reversed(self.running.values()))
             self._preempt(victim)

@@ -1,19 +1,20 @@
 """Obeys a step plan: drops, encodes, computes, samples.
 
 What goes wrong with one request fails that request. A call that fails for a batch is repeated for each part
-alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again. Only
-exhausted memory and a broken device are passed on: no later step could be trusted.
+alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again. Memory
+that runs out is no exception: a part that does not fit even alone is refused as overload, and what was allocated
+for it is free again. Only a lost device is passed on: no later step could be trusted.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from triptych.core.errors import Internal, InvalidRequest
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, one_line
 from triptych.core.step import StepResult
 from triptych.engine.batch import BatchBuilder
 from triptych.engine.sampler import Draw, choose_tokens
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+class _Trouble(NamedTuple):
+    """Why a media item has no rows: the kind of error, and what follows the item's name in its message."""
+
+    kind: type[TriptychError]
+    reason: str
 
 
 class Runner:
@@ -88,37 +94,42 @@ class Runner:
         """Encode the items in one call, or one by one when that fails; returns the keys that are stored now."""
         inputs = [self._builder.state(task.request_id).request.inputs[task.item] for task in tasks]
         outputs = self._encode_batch(inputs)
-        if len(tasks) > 1 and any(isinstance(output, str) for output in outputs):
+        if len(tasks) > 1 and any(isinstance(output, _Trouble) for output in outputs):
             outputs = [self._encode_batch([single])[0] for single in inputs]
         stored = []
         for task, output in zip(tasks, outputs, strict=True):
-            if isinstance(output, str):
-                logger.error("request %s: media item %d %s", task.request_id, task.item, output)
-                failures.setdefault(task.request_id, Internal(f"media item {task.item} {output}"))
+            if isinstance(output, _Trouble):
+                logger.error("request %s: media item %d %s", task.request_id, task.item, output.reason)
+                failures.setdefault(task.request_id, output.kind(f"media item {task.item} {output.reason}"))
             else:
-                self._rows[task.key] = self._own(output)
+                self._rows[task.key] = output
                 stored.append(task.key)
         return tuple(stored)
 
-    def _encode_batch(self, inputs: list[EncoderInput]) -> list[torch.Tensor | str]:
+    def _encode_batch(self, inputs: list[EncoderInput]) -> list[torch.Tensor | _Trouble]:
         """For each input its valid rows, or what is wrong with them."""
         tower = self._model.tower
         if tower is None:
-            return ["needs a tower that the model does not have"] * len(inputs)
+            return [_Trouble(Internal, "needs a tower that the model does not have")] * len(inputs)
         try:
             outputs = tower.encode(inputs)
+            if len(outputs) == len(inputs):
+                return [self._checked(rows, single.layout.rows) for rows, single in zip(outputs, inputs, strict=True)]
         except Exception as error:
-            _raise_if_fatal(error)
-            logger.exception("the encoder failed for %d media item(s)", len(inputs))
-            return ["could not be encoded"] * len(inputs)
-        if len(outputs) != len(inputs):
-            return [f"came back in {len(outputs)} outputs for {len(inputs)} items"] * len(inputs)
-        return [self._checked(rows, single.layout.rows) for rows, single in zip(outputs, inputs, strict=True)]
+            if not _is_out_of_memory(error):
+                _raise_if_lost(error)
+                logger.exception("the encoder failed for %d media item(s)", len(inputs))
+                return [_Trouble(Internal, "could not be encoded")] * len(inputs)
+            logger.warning("no memory to encode %d media item(s) at once: %s", len(inputs), one_line(error))
+            return [_too_large(single) for single in inputs]
+        return [_Trouble(Internal, f"came back in {len(outputs)} outputs for {len(inputs)} items")] * len(inputs)
 
-    def _checked(self, rows: torch.Tensor, expected: int) -> torch.Tensor | str:
+    def _checked(self, rows: torch.Tensor, expected: int) -> torch.Tensor | _Trouble:
         if rows.shape != (expected, self._spec.row_width):
-            return f"was encoded to {list(rows.shape)}, not [{expected}, {self._spec.row_width}]"
-        return rows if bool(torch.isfinite(rows).all()) else "was encoded to numbers that are not finite"
+            return _Trouble(Internal, f"was encoded to {list(rows.shape)}, not [{expected}, {self._spec.row_width}]")
+        if not bool(torch.isfinite(rows).all()):
+            return _Trouble(Internal, "was encoded to numbers that are not finite")
+        return self._own(rows)
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows in the decoder's dtype, in storage of their own: a view would keep its whole batch alive."""
@@ -138,23 +149,35 @@ class Runner:
                 failures.setdefault(piece.request_id, Internal(f"media item {missing[0]} has no encoder rows"))
             elif piece.request_id not in failures:
                 ready.append(piece)
-        if ready and not self._forward(ready, sampled, failures):
+        trouble = self._forward(ready, sampled, failures) if ready else None
+        if trouble is not None:
             for piece in ready:
-                if len(ready) == 1 or not self._forward([piece], sampled, failures):
+                if len(ready) > 1:
+                    trouble = self._forward([piece], sampled, failures)
+                if trouble is not None:
                     self._scrub(piece.request_id)
-                    failures[piece.request_id] = Internal("the model failed on this request")
+                    failures[piece.request_id] = trouble
         return sampled
 
-    def _forward(self, pieces: list[TokenSlice], sampled: dict[str, int], failures: dict[str, TriptychError]) -> bool:
-        """Compute the slices together and sample; False when the computation failed, with nothing committed."""
+    def _forward(
+        self, pieces: list[TokenSlice], sampled: dict[str, int], failures: dict[str, TriptychError]
+    ) -> TriptychError | None:
+        """Compute the slices together and sample; when that fails nothing is committed, and the reason comes back."""
         try:
             batch, order = self._builder.build(pieces, self._rows)
             logits = self._model.text.forward(batch, self._kv)
             tokens = self._choose(logits, order)
         except Exception as error:
-            _raise_if_fatal(error)
-            logger.exception("the model failed on a batch of %d request(s)", len(pieces))
-            return False
+            if not _is_out_of_memory(error):
+                _raise_if_lost(error)
+                logger.exception("the model failed on a batch of %d request(s)", len(pieces))
+                return Internal("the model failed on this request")
+            logger.warning("no memory to compute a batch of %d request(s): %s", len(pieces), one_line(error))
+            count, context = sum(piece.length for piece in pieces), max(piece.start + piece.length for piece in pieces)
+            return Overloaded(
+                f"not enough memory to compute {count} token(s) of a sequence of {context}; retry later, "
+                "or lower --max-batched-tokens"
+            )
         for piece, token in zip(order, tokens, strict=True):
             if token is None:
                 self._scrub(piece.request_id)
@@ -162,7 +185,7 @@ class Runner:
             elif piece.samples:
                 sampled[piece.request_id] = token
                 self._builder.append(piece.request_id, piece.start + piece.length, token)
-        return True
+        return None
 
     def _choose(self, logits: torch.Tensor, order: Sequence[TokenSlice]) -> list[int | None]:
         """The next token for each slice that samples, 0 for the others, None where the logits are not finite."""
@@ -182,16 +205,32 @@ class Runner:
 
     def _scrub(self, request_id: str) -> None:
         """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""
-        blocks = torch.tensor(self._builder.blocks(request_id), device=self._spec.device)
-        for storage in (*self._kv.keys, *self._kv.values):
-            storage[blocks] = torch.nan_to_num(storage[blocks], posinf=0.0, neginf=0.0)
+        # In place, block by block: there may be no memory left for a copy.
+        for block in self._builder.blocks(request_id):
+            for storage in (*self._kv.keys, *self._kv.values):
+                torch.nan_to_num_(storage[block], posinf=0.0, neginf=0.0)
 
 
-def _raise_if_fatal(error: Exception) -> None:
-    """Pass on what no later step survives: no memory, or a device that is lost.
+def _too_large(single: EncoderInput) -> _Trouble:
+    tokens = single.layout.encoder_tokens
+    return _Trouble(
+        Overloaded,
+        f"does not fit into memory: {tokens} encoder tokens at once; retry later, send a smaller one, "
+        "or lower --max-item-pixels",
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; the words are those of torch on a CPU, and of CUDA outside torch's allocator."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """Pass on what no later step survives: a device that is lost.
 
     Raises:
-        Exception: the error itself.
+        AcceleratorError: the error itself.
     """
-    if isinstance(error, _FATAL) or "can't allocate memory" in str(error):
+    if isinstance(error, torch.AcceleratorError):
         raise error

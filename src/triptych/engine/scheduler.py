@@ -81,15 +81,13 @@ class Scheduler:
             InvalidRequest: an item can never be held, or the request contradicts itself.
         """
         length, config = len(request.plan), self._config
-        if length >= config.max_context:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens, which leaves no room for an answer in the context of "
-                f"{config.max_context} tokens (--max-context)"
-            )
         if length >= self._context:
+            # A context that was cut down to the pool's size is the pool's limit, not its own.
+            pool = config.num_blocks * config.block_size <= config.max_context
+            where = "KV pool (--kv-cache-bytes)" if pool else "context (--max-context)"
             raise PromptTooLong(
-                f"the prompt has {length} tokens, which leaves no room for an answer in the KV pool of "
-                f"{self._context} tokens; raise --kv-cache-bytes"
+                f"the prompt has {length} tokens, which leaves no room for an answer in the {where} of "
+                f"{self._context} tokens"
             )
         if len(request.inputs) != len(request.plan.items):
             raise InvalidRequest(f"{len(request.inputs)} encoder inputs for {len(request.plan.items)} media items")
@@ -102,7 +100,7 @@ class Scheduler:
             if size > config.encoder_cache_bytes:
                 raise InvalidRequest(
                     f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
-                    f"{config.encoder_cache_bytes}; raise --encoder-cache-bytes or send a smaller item"
+                    f"{config.encoder_cache_bytes}; send a smaller item, or start with --encoder-cache-bytes {size}"
                 )
 
     def check_queue(self, arriving: int) -> None:

@@ -8,24 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.errors import Draining, Internal, TriptychError, UnsupportedFeature
-from triptych.core.media import Modality
-from triptych.wire.gen import generation_pb2, lifecycle_pb2, server_pb2
+from triptych.wire.gen import lifecycle_pb2, server_pb2
+from triptych.wire.modality import MODALITIES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from triptych.core.events import Event
+    from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
     from triptych.gateway.texts import ModelText, Texts
     from triptych.wire.gen import model_pb2
 
 log = logging.getLogger(__name__)
 
-_MODALITIES = {
-    generation_pb2.MODALITY_IMAGE: Modality.IMAGE,
-    generation_pb2.MODALITY_VIDEO: Modality.VIDEO,
-    generation_pb2.MODALITY_AUDIO: Modality.AUDIO,
-}
 _ROLES = (server_pb2.ENGINE_ROLE_AGGREGATED, server_pb2.ENGINE_ROLE_UNSPECIFIED)
 """Unspecified: engines that serve every role say so."""
 
@@ -55,7 +51,7 @@ class Channel(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest) -> Events:
-        """Start a request; returns once its first event is there."""
+        """Start a request; returns once its first event is there, raises when that is a failure."""
         ...
 
     async def get_server_info(self) -> server_pb2.ServerInfo:
@@ -171,6 +167,6 @@ class Engine:
             image_token_id=capabilities.routing_image_token_id
             if capabilities.HasField("routing_image_token_id")
             else None,
-            modalities=frozenset(_MODALITIES[m] for m in capabilities.aggregate_modalities if m in _MODALITIES),
+            modalities=frozenset(MODALITIES[m] for m in capabilities.aggregate_modalities if m in MODALITIES),
             text=await texts.load(model.tokenizer.source),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from triptych.core.errors import (
     TriptychError,
     UnsupportedFeature,
 )
+from triptych.wire.status import item_message
 
 MAX_MESSAGE = 1000
 """Characters of a message that are sent; longer ones repeat what the client wrote."""
@@ -79,9 +79,6 @@ _KINDS: dict[type[TriptychError], _Kind] = {
 }
 """By the nearest class; what is not here is the server's own trouble."""
 
-_MEDIA_ITEM = re.compile(r"media item (\d{1,9}): ")
-"""How every error about one item begins, whatever its class."""
-
 
 def to_reply(error: TriptychError, media_paths: tuple[str, ...] = ()) -> ErrorReply:
     """The answer that reports an error.
@@ -94,8 +91,8 @@ def to_reply(error: TriptychError, media_paths: tuple[str, ...] = ()) -> ErrorRe
     param, code = None, kind.code
     if isinstance(error, BadRequest):
         param, code = error.param, error.error_code or code
-    elif (item := _MEDIA_ITEM.match(str(error))) and int(item[1]) < len(media_paths):
-        param = media_paths[int(item[1])]
+    elif (about := item_message(str(error))) and about.item < len(media_paths):
+        param = media_paths[about.item]
     elif isinstance(error, PromptTooLong):
         param = "messages"
     return reply(kind.status, str(error), kind=kind.type, param=param, code=code)

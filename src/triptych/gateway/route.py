@@ -85,7 +85,8 @@ class Router:
         """Have a request answered. Leaving the context ends it, finished or not.
 
         Raises:
-            TriptychError: no engine took it; what another engine may do better was tried there.
+            TriptychError: no engine took it, or it failed before its first delta; what another engine may do better
+                was tried there.
         """
         tried: set[str] = set()
         failure: TriptychError | None = None

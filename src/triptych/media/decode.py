@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from triptych.core.errors import MediaError
+from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Picture
 from triptych.media.limits import check_item_bytes
 from triptych.media.normalise import to_rgb
@@ -74,7 +74,9 @@ def decode_picture(index: int, data: bytes, budget: RequestBudget) -> Picture:
     except MediaError:
         raise
     except MemoryError as error:
-        raise MediaError(index, f"not enough memory for this {kind.name} picture") from error
+        raise MediaUnavailable(
+            index, f"not enough memory for this {kind.name} picture; retry later, or lower --max-item-pixels"
+        ) from error
     except Exception as error:
         # Hostile bytes reach a decoder written by others: whatever it raises means that they are no good picture.
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import MediaError
+from triptych.core.errors import InvalidRequest, MediaError
 
 if TYPE_CHECKING:
     from triptych.core.config import MediaLimits
+
+
+def check_item_count(count: int, limits: MediaLimits) -> None:
+    """Refuse a request with too many items.
+
+    Raises:
+        InvalidRequest: naming the count, the limit and its flag.
+    """
+    if count > limits.max_items:
+        raise InvalidRequest(f"{count} media items; at most {limits.max_items} (--max-items)")
 
 
 def check_item_bytes(index: int, size: int, limits: MediaLimits) -> None:
@@ -21,11 +31,10 @@ def check_item_bytes(index: int, size: int, limits: MediaLimits) -> None:
 
 
 class RequestBudget:
-    """Counts one request's pictures against its limits. Belongs to one thread."""
+    """Counts one request's pixels against its limits. Belongs to one thread."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
-        self._items = 0
         self._pixels = 0
 
     def take_picture(self, index: int, width: int, height: int) -> None:
@@ -40,13 +49,10 @@ class RequestBudget:
             raise MediaError(
                 index, f"{width} x {height} is {pixels} pixels; at most {limits.max_item_pixels} (--max-item-pixels)"
             )
-        if self._items + 1 > limits.max_items:
-            raise MediaError(index, f"more than {limits.max_items} items in one request (--max-items)")
         if self._pixels + pixels > limits.max_request_pixels:
             raise MediaError(
                 index,
                 f"the request's pictures have {self._pixels + pixels} pixels up to here; "
                 f"at most {limits.max_request_pixels} (--max-request-pixels)",
             )
-        self._items += 1
         self._pixels += pixels

@@ -62,9 +62,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 class Description(NamedTuple):
     """A checkpoint without its tensors."""
 
-    architecture: str
     spec: TextSpec
-    has_tower: bool
     weight_bytes: int
     """Memory that the loaded weights will take."""
 
@@ -82,7 +80,7 @@ def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto") ->
     plan.checkpoint.match(parts.slots(), ignored=plan.ignored)
     weight_bytes = sum(slot.target.nbytes for slot in parts.slots())
     spec = replace(parts.text.spec, device=plan.device)
-    return Description(plan.architecture, spec, parts.tower is not None, weight_bytes)
+    return Description(spec, weight_bytes)
 
 
 def load_model(
@@ -120,7 +118,6 @@ def load_model(
 class _Plan(NamedTuple):
     """Everything about a checkpoint but its tensors."""
 
-    architecture: str
     family: ModelFamily
     decoder: DecoderConfig
     vision: Section | None
@@ -160,7 +157,6 @@ def _plan(directory: Path, device: str, dtype: str) -> _Plan:
     checkpoint = Checkpoint(directory)
     where = _device(device)
     return _Plan(
-        architecture=architecture,
         family=family,
         decoder=decoder,
         vision=_vision(config, decoder) if family.has_tower else None,
@@ -211,8 +207,14 @@ def _dtype(asked: str, stored: Stored | None, device: torch.device) -> torch.dty
 def _device(asked: str) -> torch.device:
     try:
         device = torch.device(asked)
-    except RuntimeError as error:
-        raise StartupError(f"--device {asked!r} is not a device; use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"--device {asked}: no CUDA device is usable here; use cpu")
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise StartupError(f"--device {asked!r}: use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise StartupError(f"--device {asked}: this machine's torch sees no CUDA device; use --device cpu")
+        if device.index is not None and device.index >= count:
+            raise StartupError(f"--device {asked}: this machine's torch sees {count} CUDA device(s), counted from 0")
     return device

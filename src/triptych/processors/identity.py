@@ -7,7 +7,6 @@ lists of fields give the same bytes.
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -35,7 +34,7 @@ def _digest(domain: bytes, *fields: bytes) -> bytes:
     return hasher.digest(CONTENT_KEY_BYTES)
 
 
-def content_key(data: bytes, *, fingerprint: bytes, salt: str = "", uuid: str = "", adapter: bytes = b"") -> bytes:
+def content_key(data: bytes, *, fingerprint: bytes, salt: str = "", uuid: str = "") -> bytes:
     """32 bytes that name one item's rows.
 
     Args:
@@ -43,16 +42,10 @@ def content_key(data: bytes, *, fingerprint: bytes, salt: str = "", uuid: str = 
         fingerprint: The processor's, which covers the model revision and every option that changes pixels.
         salt: The tenant's namespace.
         uuid: The caller's own name for the item; two files under one name stay two items.
-        adapter: Digest of the adapter that changes the tower, empty without one.
     """
     # Text from JSON may hold lone surrogates; they must hash, not raise.
     names = (salt.encode("utf-8", "surrogatepass"), uuid.encode("utf-8", "surrogatepass"))
-    return _digest(_ITEM_DOMAIN, data, fingerprint, adapter, *names)
-
-
-def random_key() -> bytes:
-    """A key that equals no other: the identity of an item that has none. It is never a cache hit."""
-    return os.urandom(CONTENT_KEY_BYTES)
+    return _digest(_ITEM_DOMAIN, data, fingerprint, *names)
 
 
 def processor_fingerprint(model_revision: bytes, *settings: bytes) -> bytes:

@@ -154,7 +154,7 @@ class VisibleText:
 
     def finish(self) -> str:
         """What was held back, once nothing more can come."""
-        return self._matcher.finish(self._detokenizer.finish())
+        return self._matcher.finish(self._detokenizer.finish(), armed=self.tokens >= self._min_tokens).text
 
 
 _UNIX_MINUS_MONOTONIC = time.time() - time.monotonic()

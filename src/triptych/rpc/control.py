@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import triptych
 from triptych.core.errors import InvalidRequest, ModelNotFound, TriptychError, UnsupportedFeature
-from triptych.core.media import Modality
 from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState, RoleName
 from triptych.rpc.metadata import check_metadata
 from triptych.rpc.refuse import refuse, typed
@@ -27,6 +26,7 @@ from triptych.wire.gen import (
     server_pb2,
     version_pb2,
 )
+from triptych.wire.modality import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -42,11 +42,6 @@ ENGINE_NAME = "triptych"
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 
 _ROLES = {RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED}
-_MODALITIES = {
-    Modality.IMAGE: generation_pb2.MODALITY_IMAGE,
-    Modality.VIDEO: generation_pb2.MODALITY_VIDEO,
-    Modality.AUDIO: generation_pb2.MODALITY_AUDIO,
-}
 _ABORT_STATUSES = {
     AbortOutcome.ABORTED: lifecycle_pb2.ABORT_STATUS_ABORTED,
     AbortOutcome.ALREADY_FINISHED: lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED,
@@ -255,7 +250,7 @@ def _describe(model: ModelDescription) -> model_pb2.ModelInfo:
     if model.modalities:
         info.multimodal_capabilities.CopyFrom(
             model_pb2.MultimodalCapabilities(
-                aggregate_modalities=[_MODALITIES[modality] for modality in model.modalities],
+                aggregate_modalities=[NUMBERS[modality] for modality in model.modalities],
                 source_types=[
                     generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI,
                     generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES,

@@ -3,35 +3,36 @@
     refuse     metadata, message, role.accept    -> a gRPC status, nothing is held
     accept     initial metadata                  -> the caller knows
     stream     events as they come
-    end        exactly one terminal event        -> trailing spans, OK
+    end        exactly one terminal event        -> trailing metadata (spans, or the error's class), OK
 
 A call is served by a task of its own, which its handler only waits for, and an answer is closed by another one: however
 often and whenever gRPC cancels the handler, the role sees one cancellation and its cleanup is never interrupted.
 """
-# ruff: noqa: N802 - methods are named by the contract
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.core.errors import Internal, Overloaded, PromptTooLong, TriptychError
+import grpc
+from google.protobuf.message import DecodeError
+
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, PromptTooLong, TriptychError
 from triptych.core.events import Event, Failed, Finished, Tokens
 from triptych.rpc.metadata import check_metadata
 from triptych.rpc.refuse import refuse, typed
+from triptych.wire.channel import LARGE_REQUEST
 from triptych.wire.codec import decode_request
 from triptych.wire.codec_events import SPANS_TRAILER, encode_event, encode_spans
-from triptych.wire.gen import openengine_pb2_grpc
-from triptych.wire.status import as_typed, to_status
+from triptych.wire.gen import generation_pb2 as pb
+from triptych.wire.status import as_typed, kind_trailers, to_status
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    import grpc
-
+    from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
-    from triptych.wire.gen import generation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,14 @@ ABORT_SECONDS = 1.0
 """How long to wait for the status of a lost consumer to leave."""
 
 
-class Inference(openengine_pb2_grpc.InferenceServicer):
+class Accepted(NamedTuple):
+    """A request that the role has taken on."""
+
+    request_id: str
+    answer: Answer
+
+
+class Inference:
     """Serves Generate over any role."""
 
     def __init__(self, role: Role, stall_seconds: float = STALL_SECONDS) -> None:
@@ -50,7 +58,15 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         self._stall_seconds = stall_seconds
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override]
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have a server hand its calls over; the request comes as bytes, since reading a large one takes a while."""
+        handler = grpc.unary_stream_rpc_method_handler(
+            self.generate, response_serializer=pb.GenerateResponse.SerializeToString
+        )
+        methods = grpc.method_handlers_generic_handler("openengine.v1.Inference", {"Generate": handler})
+        server.add_generic_rpc_handlers((methods,))
+
+    async def generate(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
         """One request from refusal or acceptance to its end."""
         call = asyncio.create_task(self._serve(request, context))
         self._calls.add(call)
@@ -66,23 +82,22 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         while self._calls:
             await asyncio.wait(self._calls)
 
-    async def _serve(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
-            answer = await self._accept(message, context)
+            accepted = await self._accept(data, context)
         except Exception as error:
             refusal = typed(error)
         else:
-            await self._stream(message.request_id, answer, context)
+            await self._stream(accepted.request_id, accepted.answer, context)
             return
         await refuse(context, refusal)
 
-    async def _accept(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> Answer:
+    async def _accept(self, data: bytes, context: grpc.aio.ServicerContext) -> Accepted:
         check_metadata(context.invocation_metadata() or (), inference=True)
-        # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
-        tokens, limit = len(message.token_ids.ids), self._role.model.max_context
-        if tokens > limit:
-            raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {limit}")
-        return await self._role.accept(decode_request(message))
+        limit = self._role.model.max_context
+        large = len(data) >= LARGE_REQUEST
+        request = await asyncio.to_thread(_read, data, limit) if large else _read(data, limit)
+        return Accepted(request.request_id, await self._role.accept(request))
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -113,8 +128,11 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
             if watchdog.stalled:
                 await watchdog.watch(context.write(encode_event(Failed(request_id, self._stalled()))))
                 break
-        if isinstance(event, Finished):
-            context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(event.spans)),))
+        match event:
+            case Finished(spans=spans):
+                context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(spans)),))
+            case Failed(error=error):
+                context.set_trailing_metadata(kind_trailers(error))
 
     def _stalled(self) -> Overloaded:
         return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
@@ -165,6 +183,18 @@ class Watchdog:
             self._on_stall()
             self._since = now
         self._timer = self._loop.call_at((self._since or now) + self._seconds, self._look)
+
+
+def _read(data: bytes, max_context: int) -> GenerateRequest:
+    try:
+        message = pb.GenerateRequest.FromString(data)
+    except DecodeError:
+        raise InvalidRequest("the bytes are no GenerateRequest") from None
+    # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
+    tokens = len(message.token_ids.ids)
+    if tokens > max_context:
+        raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
+    return decode_request(message)
 
 
 async def _next(request_id: str, answer: Answer) -> Event:

@@ -1,4 +1,9 @@
-"""What callers may say in gRPC request metadata. Keys that begin with ``openengine-`` are the contract's own."""
+"""What callers may say in gRPC request metadata. Keys that begin with ``openengine-`` are the contract's own.
+
+What is well-formed and can be honoured passes; nothing is taken from it. The one rank and the one priority are ours
+anyway, a routing key is for whoever stands in front of the engine, and trace context (``traceparent``, ``tracestate``)
+is checked and then dropped: spans are measured for each request and not exported under a caller's trace.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from triptych.core.errors import StartupError
-from triptych.rpc.address import Address
+from triptych.rpc.server import check_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
     from triptych.roles.contract import Role
+    from triptych.rpc.address import Address
 
 SCRAPE_SECONDS = 5.0
 """How long a scrape waits for the event loop."""
@@ -66,13 +67,13 @@ class MetricsServer:
         self._thread.join()
 
 
-async def serve_metrics(role: Role, host: str, port: int) -> MetricsServer:
+async def serve_metrics(role: Role, host: str, port: int, *, allow_plaintext: bool = False) -> MetricsServer:
     """Listen and serve. Port 0 takes a free one.
 
     Raises:
-        StartupError: the address is taken or not ours.
+        StartupError: the address is taken or not ours, or it would carry plaintext between machines.
     """
-    address = Address(host, port)
+    address = check_address(host, port, allow_plaintext=allow_plaintext)
     registry = CollectorRegistry()
     registry.register(RoleCollector(role, asyncio.get_running_loop()))
     try:

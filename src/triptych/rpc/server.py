@@ -53,16 +53,10 @@ async def serve_role(
     Raises:
         StartupError: the address is taken or not ours, or it would carry plaintext between machines.
     """
-    address = Address(host, port)
-    if not (allow_plaintext or address.loopback):
-        raise StartupError(
-            f"{address} can be reached from other machines and the traffic is not encrypted; "
-            "listen on 127.0.0.1 or [::1], or pass --allow-plaintext"
-        )
-    _refuse_unbindable(address)
+    address = check_address(host, port, allow_plaintext=allow_plaintext)
     inference = Inference(role, stall_seconds)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    openengine_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+    inference.add_to(server)
     openengine_pb2_grpc.add_ControlServicer_to_server(Control(role), server)
     try:
         bound = server.add_insecure_port(str(address))
@@ -72,8 +66,24 @@ async def serve_role(
     return RoleServer(server, inference, address._replace(port=bound))
 
 
+def check_address(host: str, port: int, *, allow_plaintext: bool = False) -> Address:
+    """See before a long start whether a server could listen there: bind once, and let go again.
+
+    Raises:
+        StartupError: the address is taken or not ours, or it would carry plaintext between machines.
+    """
+    address = Address(host, port)
+    if not (allow_plaintext or address.loopback):
+        raise StartupError(
+            f"{address} can be reached from other machines and the traffic is not encrypted; "
+            "listen on 127.0.0.1 or [::1], or pass --allow-plaintext"
+        )
+    _refuse_unbindable(address)
+    return address
+
+
 def _refuse_unbindable(address: Address) -> None:
-    """Bind once ourselves: unlike gRPC, the system says why it cannot be done."""
+    """Bind ourselves: unlike gRPC, the system says why it cannot be done."""
     failures: list[OSError] = []
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

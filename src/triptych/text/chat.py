@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from triptych.core.errors import CheckpointError, InvalidRequest, PromptTooLong, TriptychError
-from triptych.text.files import read_object, read_object_if_present, read_text
+from triptych.core.checkpoint import read_json, read_json_if_present, read_text
+from triptych.core.errors import CheckpointError, InvalidRequest, PromptTooLong, TriptychError, one_line
 from triptych.text.guarded import Part
 from triptych.text.tokenizer import check_unicode, token_word
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from triptych.core.media import MediaItem
@@ -81,23 +81,20 @@ class ChatTemplate:
         Raises:
             CheckpointError: there is no template, or it cannot be compiled.
         """
-        settings = read_object_if_present(directory / "tokenizer_config.json")
+        settings = read_json_if_present(directory, "tokenizer_config.json").values
         words = {key: token_word(value) for key, value in settings.items() if key.endswith("_token")}
         source = _find_source(directory, settings)
         try:
             return cls(source, {key: word for key, word in words.items() if word is not None}, tokenizer)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{directory}: the chat template does not compile: {_one_line(error)}") from None
+            raise CheckpointError(f"{directory}: the chat template does not compile: {one_line(error)}") from None
 
-    def render(
-        self, messages: Sequence[ChatMessage], *, max_tokens: int, add_generation_prompt: bool = True
-    ) -> PromptTokens:
-        """Token ids of a conversation, and its media.
+    def render(self, messages: Sequence[ChatMessage], *, max_tokens: int) -> PromptTokens:
+        """Token ids of a conversation up to where the assistant's answer begins, and its media.
 
         Args:
             messages: at least one.
             max_tokens: a longer prompt is refused, without tokenising it where its length alone proves it.
-            add_generation_prompt: end where the assistant's answer begins.
 
         Raises:
             InvalidRequest: the template refuses the messages, or a text is not Unicode.
@@ -106,7 +103,7 @@ class ChatTemplate:
         stand_ins = _StandIns()
         media: list[MediaItem] = []
         turns = [self._turn(message, stand_ins, media) for message in messages]
-        parts = stand_ins.split(self._run(turns, add_generation_prompt, stand_ins))
+        parts = stand_ins.split(self._run(turns, stand_ins))
         fewest = sum(self._tokenizer.fewest_tokens(part.text) for part in parts)
         if fewest > max_tokens:
             raise PromptTooLong(f"the prompt has more than {fewest} tokens; at most {max_tokens} fit")
@@ -136,7 +133,7 @@ class ChatTemplate:
         media.extend(items)
         return turn
 
-    def _run(self, turns: list[dict[str, Any]], add_generation_prompt: bool, stand_ins: _StandIns) -> str:
+    def _run(self, turns: list[dict[str, Any]], stand_ins: _StandIns) -> str:
         pieces: list[str] = []
         written = 0
         try:
@@ -144,7 +141,7 @@ class ChatTemplate:
                 messages=turns,
                 tools=None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **self._special_words,
             ):
                 written += len(piece)
@@ -154,7 +151,7 @@ class ChatTemplate:
         except TriptychError:
             raise
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
-            reason = stand_ins.hide(_one_line(error))[:MAX_MESSAGE]
+            reason = stand_ins.hide(one_line(error))[:MAX_MESSAGE]
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         return "".join(pieces)
 
@@ -163,7 +160,7 @@ class ChatTemplate:
         stand_ins = _StandIns()
         word = stand_ins.of("probe")
         try:
-            text = self._run([{"role": "user", "content": [{"type": "text", "text": word}]}], True, stand_ins)
+            text = self._run([{"role": "user", "content": [{"type": "text", "text": word}]}], stand_ins)
         except InvalidRequest:
             return False
         # A template that takes content for a string writes the list's Python form, in which the word is escaped.
@@ -230,20 +227,17 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _find_source(directory: Path, settings: dict[str, object]) -> str:
+def _find_source(directory: Path, settings: Mapping[str, object]) -> str:
     """The template's text: the file of its own first, as ``transformers`` reads them."""
     own = directory / "chat_template.jinja"
     if own.exists():
         return read_text(own)
-    older = directory / "chat_template.json"
-    value = read_object(older).get("chat_template") if older.exists() else settings.get("chat_template")
+    older = "chat_template.json"
+    holder = read_json(directory, older).values if (directory / older).exists() else settings
+    value = holder.get("chat_template")
     if isinstance(value, list):  # several by name
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     if not isinstance(value, str):
         raise CheckpointError(f"{directory} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     return value
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

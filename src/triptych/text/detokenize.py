@@ -13,19 +13,18 @@ class Detokenizer:
     """Text of one growing token sequence.
 
     A character whose bytes come in several tokens is shown when it is complete; bytes that can never become one are
-    shown as U+FFFD at once. The deltas joined, ``finish`` included, are the decoding of the whole sequence. A token
-    costs the same however long the sequence is.
+    shown as U+FFFD at once. Special tokens add nothing. The deltas joined, ``finish`` included, are the decoding of the
+    whole sequence. A token costs the same however long the sequence is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.leading_spaces
 
     def feed(self, token_id: int) -> str:
         """What the token adds; often nothing, when a character is not complete yet."""
-        if token_id in self._hidden:
+        if token_id in self._tokenizer.special_ids:
             return ""
         return self._shown(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from triptych.core.checkpoint import read_json_if_present
 from triptych.core.errors import CheckpointError, InvalidRequest
 from triptych.core.request import Sampling
-from triptych.text.files import read_object_if_present
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_sampling(directory: Path) -> Sampling:
@@ -20,14 +18,17 @@ def read_sampling(directory: Path) -> Sampling:
     Raises:
         CheckpointError: the file is broken, or a value is out of bounds.
     """
-    path = directory / "generation_config.json"
-    settings = read_object_if_present(path)
-    if settings.get("do_sample") is False:
+    settings = read_json_if_present(directory, "generation_config.json")
+    if not settings.flag("do_sample", True):
         return Sampling(temperature=0.0)
-    given = {name: settings[name] for name in _NUMBERS if settings.get(name) is not None}
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in given.values()):
-        raise CheckpointError(f"{path}: {', '.join(given)} must be numbers")
+    plain = Sampling()
     try:
-        return Sampling(**given)  # type: ignore[arg-type]
+        return Sampling(
+            temperature=settings.number("temperature", plain.temperature),
+            top_p=settings.number("top_p", plain.top_p),
+            top_k=settings.integer("top_k", plain.top_k, least=0),
+            min_p=settings.number("min_p", plain.min_p),
+            repetition_penalty=settings.number("repetition_penalty", plain.repetition_penalty),
+        )
     except InvalidRequest as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{directory / settings.file}: {error}") from None

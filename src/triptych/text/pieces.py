@@ -28,7 +28,8 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-_BYTES = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
+"""The bytes by the characters that byte-level vocabularies spell them with."""
 
 
 class PieceDecoder:
@@ -69,7 +70,7 @@ class PieceDecoder:
         """What one piece adds to the text."""
         if self.byte_level:
             try:
-                return bytes(_BYTES[character] for character in piece)
+                return bytes(BYTE_OF[character] for character in piece)
             except KeyError:  # an added token is written as it is
                 return piece.encode()
         if self._byte_pieces and (match := _BYTE_PIECE.fullmatch(piece)):

@@ -75,11 +75,11 @@ class StopMatcher:
         self._held = text[len(text) - kept :]
         return StopStep(text[: len(text) - kept])
 
-    def finish(self, tail: str = "") -> str:
-        """What becomes visible when the text ends with ``tail``: what was held back, unless ``tail`` completes it."""
-        step = self.feed(tail)
+    def finish(self, tail: str = "", *, armed: bool = True) -> StopStep:
+        """The end of the text: ``tail`` as ``feed`` takes it, and what is held back, unless ``tail`` completes it."""
+        step = self.feed(tail, armed=armed)
         held, self._held, self._state = self._held, "", 0
-        return step.text + held
+        return StopStep(step.text + held, step.stop)
 
     def _advance(self, character: str) -> None:
         state = self._state

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from triptych.core.errors import CheckpointError, InvalidRequest
-from triptych.text.files import read_object_if_present, read_text
+from triptych.core.checkpoint import read_json_if_present, read_text
+from triptych.core.errors import CheckpointError, InvalidRequest, one_line
+from triptych.text.bound import LengthBound
 from triptych.text.guarded import GuardedEncoder, Part
 from triptych.text.pieces import PieceDecoder
 
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-NORMALISATION_SHRINKS = 4
-"""Characters that composition (NFC) makes one of, at most."""
+MAX_REASON = 200
+"""Characters of the library's own error message that are passed on."""
 
 
 class Tokenizer:
     """Text to ids and back. Thread-safe; encoding costs about a second for a few million characters."""
 
-    def __init__(self, library: tokenizers.Tokenizer, pieces: PieceDecoder, eos_token_ids: frozenset[int]) -> None:
-        """See ``load``."""
+    def __init__(self, library: tokenizers.Tokenizer, spec: dict[str, Any], eos_token_ids: frozenset[int]) -> None:
+        """See ``load``. ``spec`` is the tokenizer.json's content."""
         self._library = library
-        self._pieces = pieces
+        self._pieces = pieces = PieceDecoder(spec.get("decoder"))
         self._guarded: GuardedEncoder | None = None
         self._lock = threading.Lock()
         added = library.get_added_tokens_decoder()
@@ -40,7 +41,7 @@ class Tokenizer:
         vocab = library.get_vocab()
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         """One more than the largest id; the model's own vocabulary may be padded beyond it."""
-        self._longest = max((len(pieces.to_bytes(word)) for word in vocab), default=1)
+        self._bound = LengthBound(spec, max((len(pieces.to_bytes(word)) for word in vocab), default=1))
 
     @classmethod
     def load(cls, directory: Path, required: Sequence[str] = ()) -> Tokenizer:
@@ -59,11 +60,10 @@ class Tokenizer:
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-            raise CheckpointError(f"{path} is not a tokenizer: {_one_line(error)}") from None
+            raise CheckpointError(f"{path} is not a tokenizer: {one_line(error)[:MAX_REASON]}") from None
         library.no_truncation()
         library.no_padding()
-        pieces = PieceDecoder(json.loads(text).get("decoder"))
-        tokenizer = cls(library, pieces, _find_eos(directory, library))
+        tokenizer = cls(library, json.loads(text), _find_eos(directory, library))
         missing = [word for word in required if word not in tokenizer.added_tokens]
         if missing:
             raise CheckpointError(f"{path} lacks the special tokens {', '.join(missing)}")
@@ -112,13 +112,11 @@ class Tokenizer:
         return guarded.encode(parts)
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the text's length in tokens, had without tokenising it."""
-        return len(text) // (NORMALISATION_SHRINKS * self._longest)
+        """A lower bound of the text's length in tokens, had without tokenising it.
 
-    def token_id(self, word: str) -> int | None:
-        """The id of a token by its word, or None."""
-        index: int | None = self._library.token_to_id(word)
-        return index
+        It holds however the text is encoded, and also where it is mostly added tokens, one token for a long word each.
+        """
+        return self._bound.fewest(text)
 
     def piece(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token; empty for an id it does not have."""
@@ -127,11 +125,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 that a token adds to the text, perhaps part of a character; empty for an unknown id."""
         return self._pieces.to_bytes(self.piece(token_id))
-
-    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """The whole text of some tokens; ids that the vocabulary does not have add nothing."""
-        text: str = self._library.decode(list(token_ids), skip_special_tokens=skip_special)
-        return text
 
 
 def check_unicode(text: str) -> None:
@@ -155,27 +148,12 @@ def token_word(value: Any) -> str | None:
 
 def _find_eos(directory: Path, library: tokenizers.Tokenizer) -> frozenset[int]:
     """Generation settings and the tokenizer's own eos together; the model's configuration where both are silent."""
-    generation = directory / "generation_config.json"
-    found = _ids(read_object_if_present(generation).get("eos_token_id"), generation)
-    word = token_word(read_object_if_present(directory / "tokenizer_config.json").get("eos_token"))
+    found = set(read_json_if_present(directory, "generation_config.json").token_ids("eos_token_id"))
+    word = token_word(read_json_if_present(directory, "tokenizer_config.json").values.get("eos_token"))
     index = library.token_to_id(word) if word else None
-    found |= {index} if index is not None else set()
+    if index is not None:
+        found.add(index)
     if not found:
-        path = directory / "config.json"
-        config = read_object_if_present(path)
-        inner = config.get("text_config")
-        found = _ids(config.get("eos_token_id"), path)
-        if not found and isinstance(inner, dict):
-            found = _ids(inner.get("eos_token_id"), path)
+        config = read_json_if_present(directory, "config.json")
+        found = set(config.token_ids("eos_token_id") or config.section("text_config").token_ids("eos_token_id"))
     return frozenset(found)
-
-
-def _ids(value: Any, path: Path) -> set[int]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):
-        raise CheckpointError(f"{path}: eos_token_id must be an id or a list of ids, not {value!r}")
-    return set(values)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

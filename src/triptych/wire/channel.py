@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from triptych.core.errors import Cancelled, Draining, InvalidRequest, ModelNotFound, RequestNotFound, TriptychError
-from triptych.core.events import Event, Failed, Finished, Span, Tokens
+from triptych.core.errors import Cancelled, Draining, InvalidRequest, TriptychError
+from triptych.core.events import Event, Failed, Finished, Tokens
+from triptych.core.media import DataUri, RawBytes, Url
 from triptych.wire.codec import encode_request
-from triptych.wire.codec_events import SPANS_TRAILER, decode_event, decode_spans
-from triptych.wire.gen import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
-from triptych.wire.status import from_status
+from triptych.wire.codec_events import decode_event, spans_in
+from triptych.wire.gen import generation_pb2, lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
+from triptych.wire.status import from_status, refined
 
 if TYPE_CHECKING:
+    from triptych.core.media import MediaSource
     from triptych.core.request import GenerateRequest
 
 MAX_MESSAGE = 64 * 1024 * 1024
@@ -32,10 +34,9 @@ CHANNEL_OPTIONS = (
     # Engines are named by address; a proxy in the environment is meant for other traffic.
     ("grpc.enable_http_proxy", 0),
 )
+LARGE_REQUEST = 1024 * 1024
+"""Bytes from which a request is written and read on a thread; smaller ones take the event loop a few milliseconds."""
 UNARY_SECONDS = 5.0
-ABORT_SECONDS = 30.0
-PROBE_SECONDS = 45.0
-"""An engine gives its own probe 30 s."""
 TRAILER_SECONDS = 1.0
 """How long a stream may stay open behind its terminal event."""
 
@@ -47,7 +48,11 @@ class EngineChannel:
         """``address`` is HOST:PORT. Nothing is connected before the first call."""
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._inference = openengine_pb2_grpc.InferenceStub(self._channel)
+        # Takes requests that are bytes already: a large one is written once, and not on the event loop.
+        self._generate = self._channel.unary_stream(
+            "/openengine.v1.Inference/Generate",
+            response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
         self._control = openengine_pb2_grpc.ControlStub(self._channel)
 
     async def generate(self, request: GenerateRequest) -> RemoteAnswer:
@@ -57,18 +62,22 @@ class EngineChannel:
         done with it; closing early cancels the request.
 
         Raises:
-            TriptychError: no event came, so nothing is lost by trying elsewhere what is retryable.
+            TriptychError: the request was refused, or failed before its first delta: nothing is lost by trying
+                elsewhere what is retryable.
         """
-        message = encode_request(request)
-        size = message.ByteSize()
-        if size > MAX_MESSAGE:
-            raise InvalidRequest(f"the request has {size} bytes with its media; at most {MAX_MESSAGE}")
-        call = self._inference.Generate(message)
+        large = _size(request) >= LARGE_REQUEST
+        data = await asyncio.to_thread(_write, request) if large else _write(request)
+        if len(data) > MAX_MESSAGE:
+            raise InvalidRequest(f"the request has {len(data)} bytes with its media; at most {MAX_MESSAGE}")
+        call = self._generate(data)
         try:
             first = await _read(call, self.address)
         except BaseException:
             call.cancel()
             raise
+        if isinstance(first, Failed):
+            call.cancel()
+            raise first.error
         return RemoteAnswer(call, self.address, request.request_id, first)
 
     async def get_server_info(self) -> server_pb2.ServerInfo:
@@ -92,25 +101,11 @@ class EngineChannel:
         load: server_pb2.LoadInfo = await self._call(self._control.GetLoad, server_pb2.GetLoadRequest(), UNARY_SECONDS)
         return load
 
-    async def health(self, *, probe: bool = False) -> lifecycle_pb2.HealthResponse:
-        """Named checks; ``probe`` asks for one real token."""
-        request = lifecycle_pb2.HealthRequest(include_inference_probe=probe)
-        seconds = PROBE_SECONDS if probe else UNARY_SECONDS
-        health: lifecycle_pb2.HealthResponse = await self._call(self._control.Health, request, seconds)
+    async def health(self) -> lifecycle_pb2.HealthResponse:
+        """Named checks."""
+        request = lifecycle_pb2.HealthRequest()
+        health: lifecycle_pb2.HealthResponse = await self._call(self._control.Health, request, UNARY_SECONDS)
         return health
-
-    async def abort(self, request_id: str) -> lifecycle_pb2.AbortResponse:
-        """End one request.
-
-        Raises:
-            RequestNotFound: the engine remembers no such request.
-        """
-        request = lifecycle_pb2.AbortRequest(request_id=request_id)
-        try:
-            response: lifecycle_pb2.AbortResponse = await self._call(self._control.Abort, request, ABORT_SECONDS)
-        except ModelNotFound as error:  # NOT_FOUND of an engine that sends the bare status
-            raise RequestNotFound(str(error)) from None
-        return response
 
     async def close(self) -> None:
         """Cancel what is running and disconnect."""
@@ -147,8 +142,6 @@ class RemoteAnswer:
                 event = await _read(self._call, self._address)
             except TriptychError as error:
                 event = Failed(self._request_id, error)
-        if isinstance(event, Finished):
-            event = replace(event, spans=await _spans(self._call))
         if not isinstance(event, Tokens):
             await self.aclose()
         return event
@@ -171,19 +164,39 @@ async def _read(call: Any, address: str) -> Event:
         raise Cancelled(f"the connection to {address} was closed") from None
     if message is grpc.aio.EOF:
         raise Draining(f"{address} ended the answer without a terminal event")
-    return decode_event(message)
+    match event := decode_event(message):
+        case Finished():
+            return replace(event, spans=spans_in(await _trailers(call)))
+        case Failed(error=failure):
+            return replace(event, error=refined(failure, await _trailers(call)))
+    return event
 
 
-async def _spans(call: Any) -> tuple[Span, ...]:
+async def _trailers(call: Any) -> tuple[tuple[str, str | bytes], ...]:
+    """What follows the terminal event; nothing where it does not come in time."""
     try:
         async with asyncio.timeout(TRAILER_SECONDS):
-            trailers = await call.trailing_metadata()
+            return tuple(await call.trailing_metadata() or ())
     except TimeoutError:
         return ()
-    for key, value in trailers or ():
-        if key == SPANS_TRAILER and isinstance(value, bytes):
-            return decode_spans(value)
-    return ()
+
+
+def _size(request: GenerateRequest) -> int:
+    """About how many bytes of the message are text and media."""
+    text = len(request.prompt) if isinstance(request.prompt, str) else 0
+    return text + sum(_source_size(item.source) for item in request.media)
+
+
+def _source_size(source: MediaSource) -> int:
+    match source:
+        case Url(text) | DataUri(text):
+            return len(text)
+        case RawBytes(data):
+            return len(data)
+
+
+def _write(request: GenerateRequest) -> bytes:
+    return encode_request(request).SerializeToString()
 
 
 def _typed(error: grpc.aio.AioRpcError, address: str) -> TriptychError:

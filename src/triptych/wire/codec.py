@@ -12,17 +12,11 @@ from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, Unsup
 from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
 from triptych.core.request import MAX_STOP_CONDITIONS, CacheOptions, GenerateRequest, Sampling, Stopping
 from triptych.wire.gen import generation_pb2 as pb
+from triptych.wire.modality import MODALITIES, NUMBERS
 
 MAX_MEDIA_ITEMS = 1024
 """Above any configured limit: a message of a million empty items must not occupy the event loop."""
 
-_MODALITIES = {pb.MODALITY_VIDEO: Modality.VIDEO, pb.MODALITY_AUDIO: Modality.AUDIO}
-"""Everything else, known or not, is an image: the only modality of clients that leave the field alone."""
-_MODALITY_NUMBERS = {
-    Modality.IMAGE: pb.MODALITY_IMAGE,
-    Modality.VIDEO: pb.MODALITY_VIDEO,
-    Modality.AUDIO: pb.MODALITY_AUDIO,
-}
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -122,7 +116,8 @@ def _decode_media(message: pb.GenerateRequest) -> tuple[MediaItem, ...]:
         raise InvalidRequest(f"{len(message.media)} media items; at most {MAX_MEDIA_ITEMS}")
     return tuple(
         MediaItem(
-            modality=_MODALITIES.get(item.modality, Modality.IMAGE),
+            # Clients that leave the field alone mean an image; a number that is not known counts as absent.
+            modality=MODALITIES.get(item.modality, Modality.IMAGE),
             source=_decode_source(index, item),
             mime=item.mime_type,
             uuid=item.uuid,
@@ -194,7 +189,7 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
 
 
 def _encode_media(item: MediaItem, message: pb.MediaItem) -> None:
-    message.modality = _MODALITY_NUMBERS[item.modality]
+    message.modality = NUMBERS[item.modality]
     message.mime_type = item.mime
     message.uuid = item.uuid
     match item.source:

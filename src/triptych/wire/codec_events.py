@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from triptych.core.errors import Internal
@@ -20,6 +22,9 @@ from triptych.core.events import (
 )
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.status import from_message, to_message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SPANS_TRAILER = "triptych-spans-bin"
 """Trailing metadata of Generate: the request's timeline as JSON, ``[[name, start, end], ...]`` in Unix seconds."""
@@ -132,6 +137,14 @@ def encode_spans(spans: tuple[Span, ...]) -> bytes:
             break
         parts.append(part)
     return b"[" + b",".join(parts) + b"]"
+
+
+def spans_in(trailers: Iterable[tuple[str, str | bytes]]) -> tuple[Span, ...]:
+    """The timeline in a call's trailing metadata; empty where there is none."""
+    for key, value in trailers:
+        if key == SPANS_TRAILER and isinstance(value, bytes):
+            return decode_spans(value)
+    return ()
 
 
 def decode_spans(data: bytes) -> tuple[Span, ...]:

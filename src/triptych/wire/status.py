@@ -4,7 +4,9 @@
     after acceptance    TriptychError -> EngineError  -> the last event, then OK
 
 A status says less than an error does (INVALID_ARGUMENT is a wrong request or a wrong role), so a refusal also
-carries its ``EngineError`` in a trailer. Clients that do not know the trailer lose nothing.
+carries its ``EngineError`` in a trailer. An ``EngineError`` in turn has one code for several classes; where the
+class matters to the caller, a second trailer names it, behind a refusal and behind an error event alike. Clients
+that do not know the trailers lose nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from triptych.core.errors import (
     MediaUnavailable,
     ModelNotFound,
     Overloaded,
+    PromptTooLong,
     RequestNotFound,
     RoleMismatch,
     TriptychError,
     UnsupportedFeature,
+    one_line,
 )
 from triptych.wire.gen import error_pb2
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ERROR_TRAILER = "triptych-error-bin"
+KIND_TRAILER = "triptych-error-kind"
 MAX_MESSAGE_BYTES = 1024
 """Status text travels percent-encoded in a header, and clients bound their headers to 8 KiB."""
 
@@ -69,7 +74,31 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
 }
 """For engines that send no trailer, and for statuses that gRPC itself made. The rest is Internal."""
 
+_CLASS_BY_KIND: dict[str, type[TriptychError]] = {"prompt_too_long": PromptTooLong, "draining": Draining}
+"""Classes that share their code with another; a word counts only beside its class's code."""
+_KIND_BY_CLASS = {kind: word for word, kind in _CLASS_BY_KIND.items()}
+
 _MEDIA_MESSAGE = re.compile(r"media item (\d{1,9}): (.*)", re.DOTALL)
+
+
+class TransientFailure(Internal):
+    """Unexpected. An engine failed and says itself that a retry may help; ours have classes of their own for that."""
+
+    retryable = True
+
+
+class ItemMessage(NamedTuple):
+    """A message about one media item, taken apart."""
+
+    item: int
+    """Counts the request's media items from 0."""
+    reason: str
+
+
+def item_message(message: str) -> ItemMessage | None:
+    """Which media item a message is about, whatever the error's class; None when it is about no single one."""
+    match = _MEDIA_MESSAGE.fullmatch(message)
+    return None if match is None else ItemMessage(int(match[1]), match[2])
 
 
 class StatusReply(NamedTuple):
@@ -77,7 +106,7 @@ class StatusReply(NamedTuple):
 
     code: grpc.StatusCode
     message: str
-    trailers: tuple[tuple[str, bytes], ...]
+    trailers: tuple[tuple[str, str | bytes], ...]
 
 
 def as_typed(error: BaseException) -> TriptychError:
@@ -91,21 +120,36 @@ def as_typed(error: BaseException) -> TriptychError:
 
 def to_status(error: TriptychError) -> StatusReply:
     """How a refused call ends."""
-    trailers = ((ERROR_TRAILER, to_message(error).SerializeToString()),)
-    return StatusReply(_STATUS_BY_NUMBER[error.status], one_line(error), trailers)
+    sent = to_message(error).SerializeToString()
+    trailers: tuple[tuple[str, str | bytes], ...] = ((ERROR_TRAILER, sent), *kind_trailers(error))
+    return StatusReply(_STATUS_BY_NUMBER[error.status], sent_text(error), trailers)
+
+
+def kind_trailers(error: TriptychError) -> tuple[tuple[str, str], ...]:
+    """What is to follow an error's message as trailing metadata: its class, where the message does not tell."""
+    word = _KIND_BY_CLASS.get(type(error))
+    return () if word is None else ((KIND_TRAILER, word),)
+
+
+def refined(error: TriptychError, trailers: Iterable[tuple[str, str | bytes]]) -> TriptychError:
+    """The error as the class that the trailing metadata names; itself when they name none that fits."""
+    for key, value in trailers:
+        kind = _CLASS_BY_KIND.get(value) if key == KIND_TRAILER and isinstance(value, str) else None
+        if kind is not None and kind.code is error.code:
+            return kind(str(error))
+    return error
 
 
 def from_status(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]]) -> TriptychError:
     """The error that ended a call, as the caller sees it."""
+    trailers = tuple(trailers)
     for key, value in trailers:
         if key == ERROR_TRAILER and isinstance(value, bytes):
             try:
                 sent = error_pb2.EngineError.FromString(value)
             except DecodeError:
                 break
-            if sent.code == error_pb2.ERROR_CODE_OVERLOADED and code is grpc.StatusCode.UNAVAILABLE:
-                return Draining(sent.message)
-            return from_message(sent)
+            return refined(from_message(sent), trailers)
     kind = _CLASS_BY_STATUS.get(code, Internal)
     return kind(message or code.name)
 
@@ -113,24 +157,21 @@ def from_status(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[st
 def to_message(error: TriptychError) -> error_pb2.EngineError:
     """The last event of a request that failed after it was accepted."""
     return error_pb2.EngineError(
-        code=error_pb2.ErrorCode.ValueType(error.code), message=one_line(error), retryable=error.retryable
+        code=error_pb2.ErrorCode.ValueType(error.code), message=sent_text(error), retryable=error.retryable
     )
 
 
 def from_message(message: error_pb2.EngineError) -> TriptychError:
     """The nearest class: code and, for media, the item's index and whether a retry may help."""
-    if message.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT:
-        media = _MEDIA_MESSAGE.fullmatch(message.message)
-        if media is not None:
-            kind = MediaUnavailable if message.retryable else MediaError
-            return kind(int(media[1]), media[2])
-    return _CLASS_BY_CODE.get(message.code, Internal)(message.message)
+    if message.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT and (about := item_message(message.message)):
+        return (MediaUnavailable if message.retryable else MediaError)(about.item, about.reason)
+    other = TransientFailure if message.retryable else Internal
+    return _CLASS_BY_CODE.get(message.code, other)(message.message)
 
 
-def one_line(error: TriptychError) -> str:
+def sent_text(error: TriptychError) -> str:
     """The error's message without line breaks, cut to ``MAX_MESSAGE_BYTES`` of UTF-8."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    data = text.encode(errors="replace")
+    data = one_line(error).encode(errors="replace")
     if len(data) > MAX_MESSAGE_BYTES:
         data = data[: MAX_MESSAGE_BYTES - 3] + b"..."
     return data.decode(errors="ignore")
