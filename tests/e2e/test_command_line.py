@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import triptych
 from tests.e2e.drawings import shape_png
-from tests.e2e.servers import run
+from tests.e2e.servers import COMMAND, run
+from triptych.cli.options import EngineOptions
 
 DEMO = Path(triptych.__file__).parent / "demo_model"
 
@@ -114,3 +117,21 @@ def test_every_command_explains_itself(command: str) -> None:
     done = run(command, "--help")
     assert done.returncode == 0
     assert "triptych" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["engine", "serve"])
+def test_every_flag_has_a_help_line_and_a_default(command: str) -> None:
+    words = " ".join(run(command, "--help").stdout.replace("│", " ").split())
+    for field in fields(EngineOptions):
+        flag = f"--{field.name.replace('_', '-')} "
+        after = words[words.index(flag) + len(flag) :].split(" --")[0]
+        assert "default" in after.lower(), field.name
+        assert len(after.split()) > 4, field.name
+
+
+def test_an_engine_whose_parent_is_gone_does_not_go_on_loading() -> None:
+    command = [*COMMAND, "engine", "demo", "--grpc", "127.0.0.1:0", "--announce"]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "ready" not in done.stdout
+    assert done.stderr == ""

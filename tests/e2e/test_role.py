@@ -279,3 +279,15 @@ async def test_min_tokens_that_cannot_be_had_is_refused_by_name(role: Aggregated
         await role.accept(request(stopping=Stopping(min_tokens=window)))
     with pytest.raises(PromptTooLong, match="min_tokens"):
         await role.accept(request(stopping=Stopping(min_tokens=window - 3)))
+
+
+async def test_what_a_drain_cuts_off_may_be_tried_elsewhere(loaded: LoadedModel) -> None:
+    async with running(loaded) as role:
+        answer = await role.accept(request(stopping=Stopping(ignore_eos=True)))
+        await anext(answer)
+        await role.drain(0)
+        last = [event async for event in answer][-1]
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Draining)
+        assert last.error.retryable
+        await answer.aclose()

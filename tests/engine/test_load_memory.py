@@ -55,6 +55,7 @@ print(json.dumps({
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("shape", ["0.5b", "2b"])
 def test_loading_and_answering_take_the_models_own_size_a_tenth_and_the_pool(tmp_path: Path, shape: str) -> None:
     directory = write_checkpoint(shape, tmp_path, dtype=torch.bfloat16)
@@ -64,10 +65,9 @@ def test_loading_and_answering_take_the_models_own_size_a_tenth_and_the_pool(tmp
         capture_output=True,
         text=True,
         check=True,
-        timeout=250,
+        timeout=800,
     )
     said = json.loads(done.stdout)
-    print("SAID", said)
     assert len(said["tokens"]) == 4
     assert said["rows"] > 4
     assert said["loaded"] <= 1.1 * said["weights"]

@@ -221,3 +221,19 @@ async def test_a_running_answer_is_cut_off_at_the_end_of_the_grace(serving: Serv
     assert serving.gateway.router.engines[0].in_flight == 0
     await serving.role.answers[0].closed.wait()
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"]
+)
+async def test_a_connection_that_brings_no_request_is_closed(
+    head: bytes, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.gateway.server.REQUEST_SECONDS", 0.05)
+    host, port = serving.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head)
+    async with asyncio.timeout(20):
+        answer = await reader.read()  # returns when the connection ends
+    assert answer.startswith(b"HTTP/1.1 200") == head.endswith(b"GET")
+    writer.close()

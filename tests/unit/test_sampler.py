@@ -202,7 +202,7 @@ def test_a_monstrous_penalty_stays_finite(factor: float) -> None:
 def test_ends_are_masked_until_min_tokens_and_impossible_ids_do_no_harm() -> None:
     row = torch.zeros(1, VOCAB)
     row[0, EOS], row[0, 7], row[0, 9] = 9.0, 8.0, 7.0
-    each = chooser(Sampling(temperature=0), Stopping(max_tokens=9, min_tokens=2, stop_token_ids=(7, VOCAB, 2**40)))
+    each = chooser(Sampling(temperature=0), Stopping(max_tokens=9, min_tokens=2, stop_token_ids=(7, VOCAB, 2**32 - 1)))
     assert [choose_tokens(row.clone(), [Draw(each, at)])[0] for at in (3, 4, 5)] == [9, 9, EOS]
 
 

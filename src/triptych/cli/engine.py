@@ -44,14 +44,15 @@ def run(model: str, options: EngineOptions, listeners: Listeners, *, announce: b
     for address in filter(None, (listeners.grpc, listeners.metrics)):  # said before the weights are read
         check_address(*split_address(address), allow_plaintext=listeners.allow_plaintext)
     if announce:
+        parent = ParentWatch()
         loaded = load(model, options, _announce_progress())
     else:
         with loading_bar(model) as bar:
             loaded = load(model, options, bar)
-    return asyncio.run(_serve(loaded, listeners, announce=announce))
+    return asyncio.run(_serve(loaded, listeners, parent if announce else None))
 
 
-async def _serve(loaded: LoadedModel, listeners: Listeners, *, announce: bool) -> int:
+async def _serve(loaded: LoadedModel, listeners: Listeners, parent: ParentWatch | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,14 +67,14 @@ async def _serve(loaded: LoadedModel, listeners: Listeners, *, announce: bool) -
             where = split_address(listeners.metrics)
             exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
-        if announce:
+        if parent is not None:
+            parent.then(lambda: loop.call_soon_threadsafe(stop.set))
             _say(event="ready", grpc=server.address, model=role.model.served_name)
-            _stop_with_parent(loop, stop)
         else:
             kv = role.engine.num_blocks * role.engine.block_size
             print(f"{role.model.served_name} is ready on grpc://{server.address} (KV for {kv} tokens). Ctrl-C ends it.")
         await stop.wait()
-        if not announce:
+        if parent is None:
             print("draining ...", flush=True)
         await role.drain(DRAIN_SECONDS)
     return 0
@@ -97,11 +98,22 @@ def _announce_progress() -> Callable[[int, int], None]:
     return report
 
 
-def _stop_with_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    def watch() -> None:
+class ParentWatch:
+    """Notices on a thread that the parent has closed our stdin, because it wants us to end or is gone itself.
+
+    Until ``then`` says what to do, the process ends at once: nothing is served yet.
+    """
+
+    def __init__(self) -> None:
+        self._act: Callable[[], object] = lambda: os._exit(1)
+        threading.Thread(target=self._watch, daemon=True, name="parent-watch").start()
+
+    def then(self, act: Callable[[], object]) -> None:
+        """What to do from now on; called on the thread."""
+        self._act = act
+
+    def _watch(self) -> None:
         while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would hold up the interpreter's end
             pass
         with suppress(RuntimeError):  # the loop may be closed already
-            loop.call_soon_threadsafe(stop.set)
-
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+            self._act()

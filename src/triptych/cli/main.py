@@ -19,7 +19,7 @@ from triptych.cli.flags import (
     Model,
 )
 from triptych.cli.options import EngineOptions
-from triptych.core.errors import TriptychError
+from triptych.core.errors import TriptychError, one_line
 
 # gRPC's own log lines ("Got goaway", ...) are not for people; its errors reach us as exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         result: Any = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
     except CycloptsError as error:
-        print(f"triptych: {_one_line(error)} (see --help)", file=sys.stderr)
+        print(f"triptych: {one_line(error)} (see --help)", file=sys.stderr)
         sys.exit(2)
     except TriptychError as error:
         print(f"triptych: {error}", file=sys.stderr)
@@ -111,10 +111,6 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

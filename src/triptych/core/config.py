@@ -15,7 +15,7 @@ def _positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if value < 1:
-            raise StartupError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            raise StartupError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SchedulerConfig:
         """Check the bounds.
 
         Raises:
-            StartupError: naming the flag.
+            StartupError: naming the field.
         """
         _positive(
             self, "max_batched_tokens", "max_running_requests", "max_waiting_requests", "max_context", "block_size"
@@ -74,7 +74,7 @@ class MediaLimits:
         """Check the bounds.
 
         Raises:
-            StartupError: naming the flag.
+            StartupError: naming the field.
         """
         _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
         _positive(self, "media_preparation_limit", "max_waiting_preparations")

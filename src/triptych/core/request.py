@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from triptych.core.plan import PromptPlan
 
 MAX_STOP_CONDITIONS = 64
+MAX_STOP_CHARACTERS = 4096
+"""All stop strings of a request together: matching them costs memory and time before the first token."""
+MAX_UINT32 = 2**32 - 1
 MAX_REQUEST_ID_BYTES = 1024
 
 
@@ -48,7 +51,7 @@ class Sampling:
         t = self.temperature
         _require(math.isfinite(t) and t >= 0, f"temperature must be a finite number >= 0, not {t}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
-        _require(self.top_k >= 0, f"top_k must be >= 0 (0 keeps every token), not {self.top_k}")
+        _require(0 <= self.top_k < 2**31, f"top_k must be in [0, 2^31) (0 keeps every token), not {self.top_k}")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
@@ -83,16 +86,19 @@ class Stopping:
         Raises:
             InvalidRequest: naming the field.
         """
-        _require(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be >= 1, not {self.max_tokens}")
-        _require(self.min_tokens >= 0, f"min_tokens must be >= 0, not {self.min_tokens}")
+        top, least = self.max_tokens, self.min_tokens
+        _require(top is None or 1 <= top <= MAX_UINT32, f"max_tokens must be in [1, 2^32), not {top}")
+        _require(0 <= least <= MAX_UINT32, f"min_tokens must be in [0, 2^32), not {least}")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}",
         )
         conditions = len(self.stop_strings) + len(self.stop_token_ids)
-        _require(conditions <= MAX_STOP_CONDITIONS, f"{conditions} stop conditions; at most {MAX_STOP_CONDITIONS}")
-        _require(all(self.stop_strings), "a stop string must not be empty")
-        _require(all(i >= 0 for i in self.stop_token_ids), "a stop token id must be >= 0")
+        _require(conditions <= MAX_STOP_CONDITIONS, f"stop has {conditions} conditions; at most {MAX_STOP_CONDITIONS}")
+        _require(all(self.stop_strings), "stop must not hold an empty string")
+        characters = sum(map(len, self.stop_strings))
+        _require(characters <= MAX_STOP_CHARACTERS, f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS}")
+        _require(all(0 <= i <= MAX_UINT32 for i in self.stop_token_ids), "stop_token_ids must be in [0, 2^32)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ import socket
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from triptych.core.errors import StartupError
 
@@ -18,8 +20,30 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 """Connections that wait to be taken."""
+REQUEST_SECONDS = 30.0
+"""How long a connection may stay without a whole request head; twice that where an answer was sent meanwhile."""
 GRACE_SECONDS = 10
 """How long running answers may take to end when the server does."""
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 on one connection, which is closed when it brings no request for a while.
+
+    uvicorn's own keep-alive limit begins after an answer, and ends with the first byte of the next request.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_SECONDS, self._close_if_silent, self.cycle)
+
+    def _close_if_silent(self, seen: object) -> None:
+        """``seen`` is the latest request when this was last asked."""
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.IDLE and self.cycle is seen:
+            self.transport.close()
+        else:
+            self.loop.call_later(REQUEST_SECONDS, self._close_if_silent, self.cycle)
 
 
 class _Server(uvicorn.Server):
@@ -53,6 +77,7 @@ async def serve(app: ASGIApp, host: str, port: int, *, grace: int = GRACE_SECOND
     listener = _listen(host, port)
     config = uvicorn.Config(
         app,
+        http=_Protocol,
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections import OrderedDict
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -140,10 +141,7 @@ class Aggregated:
         if self._by_serial.pop(answer.serial, None) is None:
             return
         answer.closed = True
-        if answer.ticket is not None:
-            answer.ticket.give_up()
-        if not answer.ended and answer.serial not in self._preparing:
-            self._engine.abort(answer.serial)
+        self._drop(answer)
         request_id = answer.request.request_id
         if self._by_id.get(request_id) is answer:
             del self._by_id[request_id]
@@ -175,11 +173,14 @@ class Aggregated:
             return AbortOutcome.ALREADY_FINISHED
         if answer.serial in self._preparing:
             answer.push(Finished(answer.serial, FinishReason.CANCELLED, Usage(0, 0, 0)))
-            if answer.ticket is not None:
-                answer.ticket.give_up()
-        else:
-            self._engine.abort(answer.serial)
+        self._drop(answer)
         return AbortOutcome.ABORTED
+
+    def _drop(self, answer: AnswerStream) -> None:
+        """Nobody wants the rest: leave the queue for media, and end in the engine. Both may have happened already."""
+        if answer.ticket is not None:
+            answer.ticket.give_up()
+        self._engine.abort(answer.serial)
 
     def load(self) -> Load:
         """How busy the engine is, at most one step old."""
@@ -209,7 +210,7 @@ class Aggregated:
     async def _infer_once(self) -> HealthCheck:
         """One real token through the whole engine; concurrent probes share it."""
         request = GenerateRequest(
-            request_id=f"health-probe-{next(self._serials)}",
+            request_id=f"health-probe-{uuid.uuid4().hex}",
             model=self.model.served_name,
             prompt=(next(iter(self._front.eos_token_ids), 0),),
             sampling=Sampling(temperature=0),
@@ -245,7 +246,9 @@ class Aggregated:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         except TimeoutError:
-            await self.abort_all()
+            for answer in list(self._by_serial.values()):
+                answer.push(Failed(answer.serial, Draining("the engine is shutting down")))
+                self._drop(answer)
         if self._preparing:
             await asyncio.gather(*self._preparing.values(), return_exceptions=True)
         await asyncio.to_thread(self._engine.stop)

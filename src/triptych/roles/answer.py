@@ -86,11 +86,13 @@ class AnswerStream:
         if self._text is not None:
             if self._stop is None:
                 tail = self._text.finish()
-                if tail:
-                    self._put(Tokens(self.request.request_id, (), tail))
+                self._stop = tail.stop
+                if tail.text:
+                    self._put(Tokens(self.request.request_id, (), tail.text))
             else:
-                usage = replace(event.usage, completion_tokens=self._text.tokens)
-                finish = replace(finish, reason=FinishReason.STOP, stop=self._stop, usage=usage)
+                finish = replace(finish, usage=replace(event.usage, completion_tokens=self._text.tokens))
+            if self._stop is not None:
+                finish = replace(finish, reason=FinishReason.STOP, stop=self._stop)
         self._put(finish)
 
     def _put(self, event: Event) -> None:
@@ -152,9 +154,10 @@ class VisibleText:
                 return Delta(token_ids[: index + 1], "".join(shown), StopText(step.stop))
         return Delta(token_ids, "".join(shown), None)
 
-    def finish(self) -> str:
-        """What was held back, once nothing more can come."""
-        return self._matcher.finish(self._detokenizer.finish(), armed=self.tokens >= self._min_tokens).text
+    def finish(self) -> Delta:
+        """What was held back, once nothing more can come; its last bytes may still complete a stop string."""
+        step = self._matcher.finish(self._detokenizer.finish(), armed=self.tokens >= self._min_tokens)
+        return Delta((), step.text, None if step.stop is None else StopText(step.stop))
 
 
 _UNIX_MINUS_MONOTONIC = time.time() - time.monotonic()

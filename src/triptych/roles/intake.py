@@ -20,6 +20,7 @@ from triptych.core.errors import (
     Internal,
     InvalidRequest,
     ModelNotFound,
+    Overloaded,
     PromptTooLong,
     UnsupportedFeature,
 )
@@ -28,7 +29,7 @@ from triptych.core.request import Request
 from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
 from triptych.media.decode import decode_picture
-from triptych.media.limits import RequestBudget
+from triptych.media.limits import RequestBudget, check_item_count
 from triptych.processors.identity import content_key
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 2048
 """Characters of prompt text from which tokenising leaves the event loop."""
+MAX_TOKENISING = 64
+"""Long texts that are being tokenised or wait for it; one more is refused as overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class Intake:
         limit = frontend.limits.media_preparation_limit
         self.admission = Admission(limit, max_waiting=frontend.limits.max_waiting_preparations)
         self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
+        self._tokenising = 0
         self._text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
 
     async def validate(self, request: GenerateRequest, arrival: float) -> Draft:
@@ -102,8 +106,7 @@ class Intake:
         for index, item in enumerate(request.media):
             if isinstance(item.source, Url):
                 raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
-        if len(request.media) > front.limits.max_items:
-            raise InvalidRequest(f"{len(request.media)} media items; at most {front.limits.max_items} (--max-items)")
+        check_item_count(len(request.media), front.limits)
         stopping = request.stopping
         if stopping.min_tokens >= front.model.max_context:
             raise InvalidRequest(f"min_tokens is {stopping.min_tokens}; {self._window()}")
@@ -134,9 +137,15 @@ class Intake:
             raise PromptTooLong(f"the prompt has at least {fewest} tokens; {self._window()}")
         if len(prompt) < LONG_TEXT:
             ids = self._front.tokenizer.encode(prompt)
+        elif self._tokenising >= MAX_TOKENISING:
+            raise Overloaded(f"{self._tokenising} long texts already wait to be tokenised; retry later")
         else:
             loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._text_pool, self._front.tokenizer.encode, prompt)
+            self._tokenising += 1
+            try:
+                ids = await loop.run_in_executor(self._text_pool, self._front.tokenizer.encode, prompt)
+            finally:
+                self._tokenising -= 1
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)

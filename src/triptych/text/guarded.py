@@ -61,7 +61,8 @@ class GuardedEncoder:
             self._words.sub(lambda match: self._names[match[0]], part.text) if part.trusted else part.text
             for part in parts
         )
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # a batch of one: unlike encode it lets other threads run meanwhile
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self._ids.get(i, i) for i in ids] if self._ids else ids
 
 

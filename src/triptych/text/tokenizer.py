@@ -85,7 +85,8 @@ class Tokenizer:
             InvalidRequest: the text is not Unicode (it has a lone surrogate).
         """
         check_unicode(text)
-        ids: list[int] = self._library.encode(text, add_special_tokens=specials).ids
+        # a batch of one: unlike encode it lets other threads run meanwhile
+        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=specials)[0].ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
