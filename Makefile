@@ -1,19 +1,29 @@
-.PHONY: setup demo test test-slow check bench
+.PHONY: setup demo test test-slow check bench train-demo eval-demo
+python = .venv/bin/python
 
-setup:      ## install everything for development
-	scripts/setup check test train
+setup:       ## install everything for development
+	@scripts/setup check test train
 
-demo:       ## serve the demo model, ask about two pictures, stop
-	scripts/show_demo
+demo:        ## serve the demo model, ask about two pictures, stop
+	@scripts/setup
+	@$(python) scripts/show_demo
 
-test:       ## every test that takes seconds
-	scripts/test
+test:        ## every test that takes seconds
+	@scripts/test
 
-test-slow:  ## the tests that take minutes
-	scripts/test -m slow
+test-slow:   ## the tests that take minutes
+	@scripts/test -m slow
 
-check:      ## format, lint, types, imports, generated stubs
-	scripts/check
+check:       ## format, lint, types, imports, generated stubs
+	@scripts/check
 
-bench:      ## list the benchmarks
-	scripts/bench
+bench:       ## list the benchmarks
+	@scripts/bench
+
+train-demo:  ## train the demo model from nothing (hours)
+	@scripts/setup train
+	@$(python) scripts/train_demo
+
+eval-demo:   ## held-out accuracy of the demo model, per kind
+	@scripts/setup train
+	@$(python) scripts/eval_demo

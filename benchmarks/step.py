@@ -132,7 +132,7 @@ def main() -> None:
     measure("demo", ROOT / "src" / "triptych" / "demo_model")
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "model"
-        script = str(ROOT / "scripts" / "make_checkpoint.py")
+        script = str(ROOT / "scripts" / "make_checkpoint")
         subprocess.run([sys.executable, script, "0.5b", str(target), "--dtype", "bfloat16"], check=True)
         for dtype in ("float32", "bfloat16"):
             measure("0.5b", target, dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import triptych
-from tests.e2e.drawings import shape_png
+from tests.drawings import shape_png
 from tests.e2e.servers import COMMAND, run
 from triptych.cli.options import EngineOptions
 

@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from tests.e2e.drawings import data_uri, shape_png
+from tests.drawings import data_uri, shape_png
 from tests.e2e.servers import engine
 from triptych.cli.flags import model_directory
 from triptych.text.tokenizer import Tokenizer

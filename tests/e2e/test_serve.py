@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.drawings import data_uri, shape_png
+from tests.drawings import data_uri, shape_png
 from tests.e2e.servers import serving
 from triptych.wire.channel import EngineChannel
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from tests.e2e.drawings import shape_png
+from tests.drawings import shape_png
 from tests.e2e.servers import engine
 from tests.openengine_data import stock_class
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.drawings import shape_png
-from tests.e2e.roles import ask, load_model, options, running
+from tests.drawings import shape_png
+from tests.roles.running import ask, load_model, options, running
 from triptych.core.errors import IntegrityError
 from triptych.core.events import Finished, FinishReason, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.drawings import data_uri, shape_png
-from tests.e2e.roles import ask, load_model, options, running
+from tests.drawings import data_uri, shape_png
+from tests.roles.running import ask, load_model, options, running
 from triptych.core.errors import (
     Draining,
     DuplicateRequest,
