@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -59,11 +58,12 @@ def _devices() -> str:
 
 
 def _memory() -> str:
-    if not Path("/proc/meminfo").exists():
-        return "this system does not say"
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return f"{kib['MemAvailable'] * 1024 / GIB:.1f} GiB free of {kib['MemTotal'] * 1024 / GIB:.1f} GiB"
+    import torch
+
+    from triptych.engine.kv_pool import available_bytes
+
+    free = available_bytes(torch.device("cpu"))
+    return "this system does not say" if free is None else f"{free / GIB:.1f} GiB free"
 
 
 def _demo_answers() -> str:

@@ -59,8 +59,6 @@ class ItemLayout:
     """256-bit identity of everything that determines the item's rows."""
     framing: tuple[int, ...] = ()
     """Absolute positions inside the runs that hold framing tokens and receive no row; ascending."""
-    timestamps: tuple[float, ...] = ()
-    """Seconds, one per temporal patch; empty for a still picture."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that contradicts itself.
