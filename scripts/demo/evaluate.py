@@ -47,8 +47,14 @@ def hold(exam: list[Item], answer_all: AnswerAll) -> list[Result]:
 def table(results: list[Result]) -> str:
     """The results in Markdown."""
     lines = ["| held-out questions | asked | right |", "|---|---:|---:|"]
-    lines += [f"| {r.group} | {r.asked:,} | {100 * r.right / r.asked:.1f} % |" for r in results]
+    lines += [f"| {r.group} | {r.asked:,} | {percent(r.right, r.asked)} |" for r in results]
     return "\n".join(lines)
+
+
+def percent(right: int, asked: int) -> str:
+    """A share with one decimal, or as many as it takes not to round a mistake away."""
+    share = 100 * right / asked
+    return f"{share:.1f} %" if right == asked or share < 99.95 else f"{share:.2f} %"
 
 
 def frequent(mistakes: list[tuple[str, str, str]], most: int) -> list[str]:

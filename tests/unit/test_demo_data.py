@@ -6,19 +6,17 @@ import itertools
 import sys
 from pathlib import Path
 
+import easy_vqa
 import numpy as np
 import pytest
 
-pytest.importorskip("sklearn")
-easy_vqa = pytest.importorskip("easy_vqa")
-pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from demo import draw, easy, phrases  # noqa: E402
-from demo.digits import COUNT, HELD_OUT_DIGITS, TRAIN_DIGITS, digit_labels  # noqa: E402
-from demo.questions import ASKERS, PAIR_KINDS, Asker, with_article  # noqa: E402
-from demo.scenes import digit_scene, mosaic_scene, multi_scene, single_scene  # noqa: E402
-from demo.world import COLOURS, PLACES, SHAPES, Scene, Thing, contrast  # noqa: E402
+from demo import draw, easy, phrases
+from demo.digits import COUNT, HELD_OUT_DIGITS, TRAIN_DIGITS, digit_labels
+from demo.questions import ASKERS, PAIR_KINDS, Asker, with_article
+from demo.scenes import digit_scene, mosaic_scene, multi_scene, single_scene
+from demo.world import COLOURS, PLACES, SHAPES, Scene, Thing, contrast
 
 RED_CIRCLE = Thing("circle", "red", (255, 0, 0), 0.2, 0.2, 0.1, 0.1)
 BLUE_SQUARE = Thing("square", "blue", (0, 0, 255), 0.8, 0.8, 0.1, 0.1)
