@@ -1,5 +1,8 @@
-.PHONY: setup demo test test-slow check bench train-demo eval-demo
+.PHONY: help setup demo test test-slow check bench train-demo eval-demo
 python = .venv/bin/python
+
+help:        ## this list
+	@sed -n 's/^\([a-z-]*\): *## /\1\t/p' Makefile | expand -t 14
 
 setup:       ## install everything for development
 	@scripts/setup check test train

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from triptych.cli.flags import model_directory
 from triptych.core.config import MIB, SchedulerConfig
 from triptych.core.layout import Positions
 from triptych.core.plan import PositionRule, PromptPlan
@@ -122,14 +123,15 @@ class Engine:
 def main() -> None:
     """Print one table a model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a checkpoint; default: the demo model and a random 0.5 B one")
+    parser.add_argument("--model", help="a checkpoint; default: the demo model and a random 0.5 B one")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     if chosen.model is not None:
-        measure(chosen.model.name, chosen.model)
+        directory = model_directory(chosen.model)
+        measure(directory.name, directory)
         return
-    measure("demo", ROOT / "src" / "triptych" / "demo_model")
+    measure("demo", model_directory("demo"))
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "model"
         script = str(ROOT / "scripts" / "make_checkpoint")

@@ -49,6 +49,13 @@ def complains(*arguments: str, says: str) -> None:
         (("serve", "no-such-dir"), "no such directory"),
         (("ask", "one-word"), "question"),
         (("ask", "no-such.png", "what is it?"), "no-such.png"),
+        (("ask", "no-such.png", ""), "question is empty"),
+        (("ask", "picture.png", "what", "is", "it"), "quotes"),
+        (("serve",), "MODEL"),
+        (("serve", "demo", "--http", "0.0.0.0:0"), "allow-plaintext"),
+        (("serve", "demo", "--device", "toaster"), "cpu"),
+        (("gateway", "--engine", "127.0.0.1:1", "--http", "0.0.0.0:0"), "allow-plaintext"),
+        (("engine", "demo", "--max-context", "99999999"), "--max-context"),
         (("frobnicate",), "frobnicate"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -109,7 +116,7 @@ def test_ask_answers(tmp_path: Path) -> None:
 def test_a_broken_picture_names_the_item(tmp_path: Path) -> None:
     picture = tmp_path / "broken.png"
     picture.write_bytes(b"not a picture")
-    complains("ask", str(picture), "what is it?", says="media item 0")
+    complains("ask", str(picture), "what is it?", says="broken.png: not a picture")
 
 
 @pytest.mark.parametrize("command", ["engine", "gateway", "serve", "ask", "doctor"])

@@ -10,7 +10,7 @@ from triptych.cli.assemble import LoadedModel, aggregated, load
 from triptych.cli.options import EngineOptions
 from triptych.cli.progress import loading_bar
 from triptych.core.config import MIB
-from triptych.core.errors import InvalidRequest
+from triptych.core.errors import InvalidRequest, MediaError
 from triptych.core.events import Failed, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest, Sampling, Stopping
@@ -28,10 +28,18 @@ def run(words: list[str], model: str) -> int:
             'ask needs at least one picture file and, last, a question: triptych ask cat.png "what is it?"'
         )
     *files, question = words
+    if not question.strip():
+        raise InvalidRequest("the question is empty")
+    for file in files:
+        if not Path(file).suffix and not Path(file).exists():
+            raise InvalidRequest(f'{file}: no such picture; a question of several words needs quotes: "what is it?"')
     pictures = [read_picture(Path(file)) for file in files]
     with loading_bar(model) as bar:
         loaded = load(model, OPTIONS, bar)
-    print(asyncio.run(ask_once(loaded, pictures, question)).strip())
+    try:
+        print(asyncio.run(ask_once(loaded, pictures, question)).strip())
+    except MediaError as error:
+        raise InvalidRequest(f"{files[error.index]}: {error.reason}") from None
     return 0
 
 

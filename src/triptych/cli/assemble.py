@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from triptych.cli.flags import model_directory, served_name
 from triptych.core.config import SchedulerConfig
-from triptych.core.errors import CheckpointError
+from triptych.core.errors import CheckpointError, StartupError
 from triptych.core.media import Modality
 from triptych.engine.kv_pool import allocate, count_blocks
 from triptych.engine.loop import Engine
@@ -77,6 +77,11 @@ def load(model: str, options: EngineOptions, progress: Callable[[int, int], None
 
 
 def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerConfig:
+    window = found.spec.max_context
+    if options.max_context is not None and options.max_context > window:
+        raise StartupError(
+            f"--max-context {options.max_context} is more than the model's own window of {window} tokens"
+        )
     block_size = SchedulerConfig().block_size
     blocks = count_blocks(found.spec, options.kv_cache_bytes, block_size, found.weight_bytes)
     return SchedulerConfig(
@@ -84,7 +89,7 @@ def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerCo
         max_running_requests=options.max_running_requests,
         max_waiting_requests=options.max_waiting_requests,
         encoder_cache_bytes=options.encoder_cache_bytes,
-        max_context=min(options.max_context or found.spec.max_context, found.spec.max_context, blocks * block_size),
+        max_context=min(options.max_context or window, blocks * block_size),
         block_size=block_size,
         num_blocks=blocks,
     )

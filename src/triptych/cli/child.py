@@ -27,6 +27,10 @@ class _Announcement(msgspec.Struct):
     grpc: str = ""
 
 
+class EngineRefused(StartupError):
+    """Expected. The engine said on stderr why it cannot start, and ended."""
+
+
 class EngineProcess:
     """One ``triptych engine`` that announces itself on its stdout and ends when its stdin does."""
 
@@ -75,7 +79,9 @@ class EngineProcess:
                 self.address = said.grpc
                 return
         code = await self._process.wait()
-        raise StartupError(f"the engine ended while starting (exit code {code})")
+        if code > 0:
+            raise EngineRefused(f"the engine ended while starting (exit code {code})")
+        raise StartupError(f"the engine was killed while starting (signal {-code})")
 
     async def wait(self) -> int:
         """Its exit code, once it has ended."""

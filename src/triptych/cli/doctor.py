@@ -24,7 +24,7 @@ GOOD, BAD = "[green]ok[/green]", "[red]failed[/red]"
 
 
 def run() -> int:
-    """Print one line a check; returns 1 if any failed."""
+    """Print one row a check; returns 1 if any failed."""
     console = Console(highlight=False)
     table = Table("check", "", "found", box=None, padding=(0, 2))
     failed = False
@@ -80,4 +80,4 @@ def _demo_answers() -> str:
         if answer != example["answer"]:
             raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")
         said.append(f"{example['question']} {answer}")
-    return "; ".join(said)
+    return f"{len(said)} of {len(said)} questions answered rightly, such as: {said[0]}"

@@ -38,6 +38,7 @@ app = App(
 @app.command
 def engine(
     model: Model,
+    /,
     *,
     role: Literal["aggregated"] = "aggregated",
     grpc: GrpcAddress = "127.0.0.1:50051",
@@ -53,34 +54,38 @@ def engine(
 
 
 @app.command
-def gateway(*, engine: EngineAddresses, http: HttpAddress = "127.0.0.1:8000") -> int:
+def gateway(
+    *, engine: EngineAddresses, http: HttpAddress = "127.0.0.1:8000", allow_plaintext: AllowPlaintext = False
+) -> int:
     """Serve OpenAI's HTTP API in front of running engines."""
     from triptych.cli.gateway import run
 
-    return run(engine, http)
+    return run(engine, http, allow_plaintext=allow_plaintext)
 
 
 @app.command
 def serve(
     model: Model,
+    /,
     *,
     topology: Literal["aggregated"] = "aggregated",
     http: HttpAddress = "127.0.0.1:8000",
     options: Options = NO_OPTIONS,
+    allow_plaintext: AllowPlaintext = False,
 ) -> int:
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
     from triptych.cli.serve import run
 
-    return run(model, options, http)
+    return run(model, options, http, allow_plaintext=allow_plaintext)
 
 
 @app.command
 def ask(*words: Annotated[str, Parameter(name="PICTURE... QUESTION")], model: Model = DEMO) -> int:
     """Ask a question about one or more picture files; the question comes last.
 
-    The demo model knows drawn shapes, colours, counts and places, and handwritten digits:
+    The demo model knows drawn shapes, their colours and places, counts up to four, and handwritten digits:
     "what colour is the circle?", "which digit is this?", "how many squares are there?",
-    "what shape is in the second picture?".
+    "what shape is in the second picture?". It always answers, also about what it cannot know.
     """
     from triptych.cli.ask import run
 
@@ -89,7 +94,7 @@ def ask(*words: Annotated[str, Parameter(name="PICTURE... QUESTION")], model: Mo
 
 @app.command
 def doctor() -> int:
-    """Check this machine: libraries, memory, the demo model's answers, a served request."""
+    """Check this machine: libraries, devices, memory, and the demo model's answers."""
     from triptych.cli.doctor import run
 
     return run()
@@ -100,7 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         result: Any = app(arguments, print_error=False, exit_on_error=False, result_action="return_value")
     except CycloptsError as error:
-        print(f"triptych: {one_line(error)} (see --help)", file=sys.stderr)
+        words = sys.argv[1:] if arguments is None else arguments
+        command = next((f"{word} " for word in words[:1] if word in app), "")
+        print(f"triptych: {one_line(error).rstrip('.')} (see triptych {command}--help)", file=sys.stderr)
         sys.exit(2)
     except TriptychError as error:
         print(f"triptych: {error}", file=sys.stderr)

@@ -19,7 +19,11 @@ def _count(text: str) -> Parameter:
 
 
 def _bytes(text: str) -> Parameter:
-    return Parameter(converter=size, n_tokens=1, help=f"{text}: bytes, or with KiB, MiB, GiB.")
+    return Parameter(converter=size, n_tokens=1, show_default=_in_mib, help=f"{text}: bytes, or with KiB, MiB, GiB.")
+
+
+def _in_mib(value: int) -> str:
+    return f"{value // MIB}MiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+
+    from rich.progress import Task
+
+
+class _Bytes(DownloadColumn):
+    """Bytes once there is a total; before that libraries are being imported."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total else Text("starting")
 
 
 @contextmanager
 def loading_bar(name: str) -> Generator[Callable[[int, int], None], None, None]:
     """A bar on stderr over bytes loaded; the callback takes (done, total)."""
     console = Console(file=sys.stderr)
-    columns = (TextColumn(f"loading {name}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (TextColumn(f"loading {name}"), BarColumn(), _Bytes(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

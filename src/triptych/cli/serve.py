@@ -8,12 +8,11 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from triptych.cli.child import EngineProcess
+from triptych.cli.child import EngineProcess, EngineRefused
 from triptych.cli.flags import model_directory, served_name, split_address
-from triptych.cli.gateway import open_gateway
+from triptych.cli.gateway import check_http, open_gateway
 from triptych.cli.progress import loading_bar
 from triptych.core.errors import StartupError
-from triptych.gateway.server import check_listen
 
 if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
@@ -23,11 +22,14 @@ READY_SECONDS = 60.0
 """How long the gateway may take to learn a model from engines that are ready."""
 
 
-def run(model: str, options: EngineOptions, http: str) -> int:
+def run(model: str, options: EngineOptions, http: str, *, allow_plaintext: bool) -> int:
     """Serve until a signal; returns the exit code."""
     model_directory(model)  # what is wrong with MODEL or HOST:PORT is said before anything starts
-    check_listen(*split_address(http))
-    return asyncio.run(_serve(model, options, http))
+    check_http(http, allow_plaintext=allow_plaintext)
+    try:
+        return asyncio.run(_serve(model, options, http))
+    except EngineRefused:
+        return 1  # its own line said why
 
 
 async def _serve(model: str, options: EngineOptions, http: str) -> int:

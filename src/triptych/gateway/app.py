@@ -43,6 +43,7 @@ class Gateway:
         self._cleanup = AsyncExitStack()
         self.app = Starlette(
             routes=[
+                Route("/", self._paths),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
@@ -61,6 +62,10 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         """Disconnect from the engines."""
         await self._cleanup.aclose()
+
+    async def _paths(self, _: Request) -> Response:
+        paths = [route.path for route in self.app.routes if isinstance(route, Route)]
+        return _json(200, {"name": "triptych", "paths": paths})
 
     async def _models(self, _: Request) -> Response:
         models = [self._describe(model) for model in self.router.models()]
