@@ -152,7 +152,9 @@ def test_bad_input_is_one_clear_error_and_the_server_goes_on(served: Served, nam
     assert word in message
     assert "\n" not in message
     assert "Traceback" not in answer.text
-    assert httpx.get(f"{served.url}/health").status_code == 200
+    good = {"model": "demo", "messages": about("what colour is the circle?", shape_png("circle", "red"))}
+    after = httpx.post(f"{served.url}/v1/chat/completions", json=good)
+    assert after.json()["choices"][0]["message"]["content"] == "red"
 
 
 def test_an_unknown_model_is_named(client: openai.OpenAI) -> None:

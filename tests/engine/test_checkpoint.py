@@ -168,7 +168,10 @@ def test_a_file_that_is_cut_off(copy: Callable[[str], Path], kept: int) -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        ("../llama/model.safetensors", "not a safetensors file of this directory"),
+        (
+            "../llama/model.safetensors",
+            "weight_map names '../llama/model.safetensors', which is not a safetensors file of this directory",
+        ),
         ("/etc/passwd", "not a safetensors file of this directory"),
         (".hidden.safetensors", "not a safetensors file of this directory"),
         ("absent.safetensors", "absent.safetensors is missing"),

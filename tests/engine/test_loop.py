@@ -160,6 +160,30 @@ def test_aborts_of_strangers_and_of_the_finished_do_nothing() -> None:
         assert isinstance(run.ear.end("b"), Finished)
 
 
+def test_aborts_are_not_requests_that_wait() -> None:
+    with running(max_waiting_requests=1) as run:
+        run.gate.open.clear()
+        run.engine.submit(endless("a"))
+        assert run.gate.inside.wait(PATIENCE)
+        for name in ("nobody", "a", "a"):
+            run.engine.abort(name)
+        assert run.engine.load().queued_requests == 0
+        run.engine.submit(text("b"))
+        assert run.engine.load().queued_requests == 1
+        with pytest.raises(Overloaded):
+            run.engine.submit(text("c"))
+        run.gate.open.set()
+        assert run.ear.end("a").reason is FinishReason.CANCELLED
+        assert isinstance(run.ear.end("b"), Finished)
+        assert run.engine.load().queued_requests == 0
+
+
+def test_an_abort_of_an_id_that_is_not_live_leaves_no_message() -> None:
+    engine = Running().engine
+    engine.abort("nobody")
+    assert engine._inbox.empty()
+
+
 def test_an_id_is_free_as_soon_as_its_end_is_heard() -> None:
     heard: list[Event] = []
     done = threading.Event()
@@ -232,6 +256,24 @@ def test_a_broken_loop_fails_everybody_and_says_so(caplog: pytest.LogCaptureFixt
             run.engine.submit(text("c"))
 
 
+def test_after_a_failure_the_inbox_is_empty_and_stays_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.CRITICAL), running() as run:
+        run.gate.open.clear()
+        run.engine.submit(endless("a"))
+        assert run.gate.inside.wait(PATIENCE)
+        run.engine.submit(endless("b"))
+        run.engine.abort("b")
+        run.gate.error = RuntimeError("broken")
+        run.gate.open.set()
+        run.ear.end("b")
+        for name in ("a", "b", "nobody"):
+            run.engine.abort(name)
+        run.engine.stop()
+        assert run.engine._inbox.empty()
+        # "a" stays in the ledgers of the scheduler that broke, "b" never reached them
+        assert run.engine.load().queued_requests == 0
+
+
 def test_requests_too_large_for_the_memory_end_alone_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     model, tower = HashModel(most_tokens=40), FakeTower(most_rows=12)
     made = [text("a", 9), text("b", 12), shown("picture", 1, 6)]
@@ -240,11 +282,11 @@ def test_requests_too_large_for_the_memory_end_alone_and_the_engine_goes_on(capl
         for each in (text("long", 41), *made[:2], shown("large", 2, 13), made[2]):
             run.engine.submit(each)
         run.gate.open.set()
-        for name, flag in (("long", "--max-batched-tokens"), ("large", "--max-item-pixels")):
+        for name, setting in (("long", "--max-batched-tokens"), ("large", "longest_edge")):
             end = run.ear.end(name)
             assert isinstance(end, Failed)
             assert isinstance(end.error, Overloaded)
-            assert flag in str(end.error)
+            assert setting in str(end.error)
         for each in made:
             assert isinstance(run.ear.end(each.request_id), Finished)
             assert run.ear.tokens(each.request_id) == alone(each)

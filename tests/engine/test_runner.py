@@ -10,7 +10,7 @@ from tests.engine.fakes import OUT_OF_MEMORY, FakeTower, HashModel, picture_rows
 from tests.engine.setup import Bench, alone
 from tests.requests import content_key, item, request
 from triptych.core.config import MIB
-from triptych.core.errors import InvalidRequest, Overloaded, StartupError
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, StartupError
 from triptych.core.events import Failed
 from triptych.core.request import Stopping
 from triptych.core.step import EncodeTask, StepPlan, TokenSlice
@@ -143,6 +143,35 @@ def test_a_bad_item_fails_its_own_request_only(trouble: str, caplog: pytest.LogC
     assert bench.tokens["text"] == alone(text("text", 5))
 
 
+@pytest.mark.parametrize(
+    ("tower", "kind", "reason"),
+    [
+        (FakeTower(most_rows=6), Overloaded, "does not fit into memory: 32 encoder tokens at once; retry later"),
+        (FakeTower(broken={7}), Internal, "could not be encoded"),
+    ],
+    ids=["no memory", "raises"],
+)
+def test_who_waits_for_the_same_item_hears_the_same_reason_with_their_own_index(
+    tower: FakeTower, kind: type, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tower=tower)
+    owner = request("owner", [10] * 12, [item(7, (2, 8))], stopping=STOPPING)
+    follower = request("follower", [10] * 16, [item(1, (1, 3)), item(7, (6, 8))], stopping=STOPPING)
+    with caplog.at_level(logging.CRITICAL):
+        bench.run([owner, follower, shown("other", 2)])
+    assert [(task.request_id, task.item) for task in bench.plans[0].encode] == [
+        ("owner", 0),
+        ("follower", 0),
+        ("other", 0),
+    ]
+    for name, index in (("owner", 0), ("follower", 1)):
+        end = bench.ends[name]
+        assert isinstance(end, Failed)
+        assert type(end.error) is kind
+        assert str(end.error).startswith(f"media item {index} {reason}")
+    assert bench.tokens["other"] == alone(shown("other", 2))
+
+
 def test_too_few_outputs_are_asked_for_one_by_one() -> None:
     bench = Bench()
     bench.tower.short = True
@@ -225,7 +254,7 @@ def test_items_too_large_for_the_memory_together_are_encoded_one_by_one(caplog: 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OUT_OF_MEMORY], ids=["python", "cuda", "cpu"]
 )
-def test_what_is_too_large_even_alone_is_overload_and_says_the_flag(
+def test_what_is_too_large_even_alone_is_overload_and_says_what_to_lower(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tests.engine.fakes.OUT_OF_MEMORY", error)
@@ -233,14 +262,13 @@ def test_what_is_too_large_even_alone_is_overload_and_says_the_flag(
     with caplog.at_level(logging.CRITICAL):
         bench.run([text("long", 31), text("a", 5), shown("large", 7, rows=8), shown("b", 1)])
     for name, words in {
-        "long": r"compute 31 token\(s\) .*retry later.* --max-batched-tokens",
-        "large": r"media item 0 .*: 32 encoder tokens .*retry later.* --max-item-pixels",
+        "long": r"compute 31 token\(s\) .*retry later.* --max-batched-tokens$",
+        "large": r"media item 0 .*: 32 encoder tokens .*retry later.* longest_edge .* in preprocessor_config\.json$",
     }.items():
         end = bench.ends[name]
         assert isinstance(end, Failed)
         assert isinstance(end.error, Overloaded)
         assert re.search(words, str(end.error))
-        assert str(end.error).count("--") == 1
     assert bench.tokens["a"] == alone(text("a", 5))
     assert bench.tokens["b"] == alone(shown("b", 1))
 
@@ -269,6 +297,8 @@ def test_rows_that_are_not_there_fail_the_request_that_reads_them() -> None:
     )
     result = bench.runner.run(plan)
     assert set(result.failures) == {"a"}
+    assert isinstance(result.failures["a"], Internal)
+    assert str(result.failures["a"]) == "media item 0 has no encoder rows"
     assert set(result.sampled) == {"b"}
 
 

@@ -172,7 +172,7 @@ async def test_an_answer_ends_where_the_context_does(role: Aggregated) -> None:
 
 async def test_seeds_repeat_whatever_else_runs(role: Aggregated) -> None:
     def sampled(index: int, seed: int) -> GenerateRequest:
-        sampling = Sampling(temperature=1.5, seed=seed)
+        sampling = Sampling(temperature=30.0, seed=seed)
         stopping = Stopping(max_tokens=20, ignore_eos=True)
         return request("hello", request_id=f"{index}", sampling=sampling, stopping=stopping)
 

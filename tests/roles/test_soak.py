@@ -16,7 +16,7 @@ from triptych.core.events import Finished, FinishReason, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
 from triptych.engine.scheduler import Scheduler
-from triptych.roles.contract import HealthState
+from triptych.roles.contract import AbortOutcome, HealthState
 
 if TYPE_CHECKING:
     from triptych.roles.aggregated import Aggregated
@@ -103,11 +103,11 @@ async def storm(role: Aggregated, total: int, concurrency: int, rng: random.Rand
                 if not isinstance(await anext(answer), Tokens):
                     return
             if by_id:
-                await role.abort(request.request_id)
+                outcome = await role.abort(request.request_id)
                 async for event in answer:
                     last = event
                 assert isinstance(last, Finished)
-                assert last.reason in FinishReason
+                assert outcome is AbortOutcome.ALREADY_FINISHED or last.reason is FinishReason.CANCELLED
         finally:
             await answer.aclose()
 
@@ -127,7 +127,8 @@ async def check_storm(total: int, concurrency: int, seed: int, **limits: int) ->
     chosen = options(max_running_requests=concurrency, **limits)
     async with running(load_model(chosen)) as role:
         tally = await storm(role, total, concurrency, random.Random(seed))
-        assert tally.whole + tally.cancelled == total
+        assert tally.whole > total / 2
+        assert tally.cancelled > total / 5
         async with asyncio.timeout(30):
             while role.load().running_requests or role.load().queued_requests:
                 await asyncio.sleep(0.01)

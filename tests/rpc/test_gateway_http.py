@@ -18,7 +18,6 @@ from tests.rpc.scripted_role import ScriptedRole, Step
 from triptych.core.errors import Overloaded, PromptTooLong, StartupError
 from triptych.core.events import EosToken, Finished, FinishReason, Tokens, Usage
 from triptych.gateway.app import Gateway
-from triptych.gateway.server import check_listen
 from triptych.gateway.server import serve as serve_http
 from triptych.wire.channel import EngineChannel
 
@@ -176,18 +175,6 @@ async def test_a_port_in_use_is_one_line() -> None:
         with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
             async with serve_http(Gateway([]).app, "127.0.0.1", port):
                 pass
-
-
-async def test_an_address_can_be_checked_before_there_is_a_gateway() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(StartupError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
-            check_listen("127.0.0.1", port)
-    check_listen("127.0.0.1", port)
-    async with serve_http(Gateway([]).app, "127.0.0.1", port):  # the check holds nothing
-        pass
 
 
 @pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70_000)])

@@ -63,7 +63,9 @@ def test_a_picture_cut_in_half_is_an_error_never_half_a_picture(data: bytes) -> 
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a picture"),
         (b"\x00\x00\x01\x00", "not a picture"),
         (b"\x89PNG\r\n\x1a\n", "damaged or cut off PNG"),
-        (b"RIFF\0\0\0\0WAVEfmt ", "damaged or cut off WebP picture: no WebP header"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "not a picture that can be read"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "damaged or cut off WebP picture: no WebP header"),
+        (b"\xff\xd8\xff", "damaged or cut off JPEG"),
     ],
 )
 def test_what_is_no_picture_is_said(data: bytes, reason: str) -> None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.errors import InvalidRequest
-from triptych.text.stop import MAX_STOP_CHARACTERS, StopMatcher, StopStep
+from triptych.core.request import Stopping
+from triptych.text.stop import StopMatcher, StopStep
 
 letters = st.text("ab<", min_size=1, max_size=5)
 texts = st.lists(st.text("ab<", max_size=6), max_size=12)
@@ -90,6 +91,7 @@ def test_long_repetitive_stop_strings() -> None:
     assert matcher.feed("b").stop == stop
 
 
-def test_endless_stop_strings_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="at most 65536"):
-        StopMatcher(["x" * MAX_STOP_CHARACTERS, "y"])
+def test_a_request_bounds_its_stop_strings() -> None:
+    Stopping(stop_strings=("x" * 4095, "y"))
+    with pytest.raises(InvalidRequest, match="4097 characters; at most 4096"):
+        Stopping(stop_strings=("x" * 4096, "y"))

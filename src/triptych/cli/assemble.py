@@ -125,3 +125,7 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
         max_batched_tokens=config.max_batched_tokens,
     )
     return Aggregated(description, loaded.frontend, Intake(loaded.frontend), engine)
+
+
+ROLES = {RoleName.AGGREGATED.value: aggregated}
+"""How each role of the command line is built."""

@@ -81,7 +81,8 @@ class EngineProcess:
         code = await self._process.wait()
         if code > 0:
             raise EngineRefused(f"the engine ended while starting (exit code {code})")
-        raise StartupError(f"the engine was killed while starting (signal {-code})")
+        how = f"was killed by signal {-code}" if code else "ended"
+        raise StartupError(f"the engine {how} while starting")
 
     async def wait(self) -> int:
         """Its exit code, once it has ended."""

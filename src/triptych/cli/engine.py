@@ -12,9 +12,10 @@ import uuid
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.cli.assemble import LoadedModel, aggregated, load
+from triptych.cli.assemble import ROLES, LoadedModel, load
 from triptych.cli.flags import split_address
 from triptych.cli.progress import loading_bar
+from triptych.roles.contract import HealthState
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import check_address, serve_role
 
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from triptych.cli.options import EngineOptions
+    from triptych.roles.aggregated import Aggregated
 
 DRAIN_SECONDS = 30.0
 """How long live requests may go on after a signal."""
+LAST_EVENTS_SECONDS = 2.0
+"""How long calls may take to hand over their last event once the role has drained."""
+FAILURE_LOOK_SECONDS = 1.0
+"""How often the engine is looked at: a failed one serves nobody and had better be seen to be gone."""
 
 
 class Listeners(NamedTuple):
@@ -35,7 +41,7 @@ class Listeners(NamedTuple):
     allow_plaintext: bool
 
 
-def run(model: str, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
+def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
     """Serve until a signal; returns the exit code.
 
     With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
@@ -43,73 +49,90 @@ def run(model: str, options: EngineOptions, listeners: Listeners, *, announce: b
     """
     for address in filter(None, (listeners.grpc, listeners.metrics)):  # said before the weights are read
         check_address(*split_address(address), allow_plaintext=listeners.allow_plaintext)
-    if announce:
-        parent = ParentWatch()
-        loaded = load(model, options, _announce_progress())
+    parent = Parent() if announce else None
+    if parent is not None:
+        loaded = load(model, options, parent.progress())
     else:
         with loading_bar(model) as bar:
             loaded = load(model, options, bar)
-    return asyncio.run(_serve(loaded, listeners, parent if announce else None))
+    return asyncio.run(_serve(loaded, role, listeners, parent))
 
 
-async def _serve(loaded: LoadedModel, listeners: Listeners, parent: ParentWatch | None) -> int:
+async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, parent: Parent | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    role = aggregated(loaded, instance_id=uuid.uuid4().hex)
+    role = ROLES[role_name](loaded, instance_id=uuid.uuid4().hex)
     async with AsyncExitStack() as cleanup:
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
         server = await serve_role(role, *split_address(listeners.grpc), allow_plaintext=listeners.allow_plaintext)
         # Streams end while the role drains; only then does the listener close.
-        cleanup.push_async_callback(server.stop, None)
+        cleanup.push_async_callback(server.stop, LAST_EVENTS_SECONDS)
         if listeners.metrics is not None:
             where = split_address(listeners.metrics)
             exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
         if parent is not None:
-            parent.then(lambda: loop.call_soon_threadsafe(stop.set))
-            _say(event="ready", grpc=server.address, model=role.model.served_name)
+            parent.when_gone(lambda: loop.call_soon_threadsafe(stop.set))
+            parent.say(event="ready", grpc=server.address, model=role.model.served_name)
         else:
             kv = role.engine.num_blocks * role.engine.block_size
             print(f"{role.model.served_name} is ready on grpc://{server.address} (KV for {kv} tokens). Ctrl-C ends it.")
-        await stop.wait()
-        if parent is None:
+        failure = await _stopped_or_failed(stop, role)
+        if failure is not None:
+            print(f"triptych: the engine has failed and ends: {failure}", file=sys.stderr, flush=True)
+        elif parent is None:
             print("draining ...", flush=True)
         await role.drain(DRAIN_SECONDS)
-    return 0
+    return 0 if failure is None else 1
 
 
-def _say(**message: object) -> None:
-    with suppress(BrokenPipeError):
-        print(json.dumps(message), flush=True)
+async def _stopped_or_failed(stop: asyncio.Event, role: Aggregated) -> str | None:
+    """Wait for a signal, or for the engine's own end; returns the reason of the latter."""
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAILURE_LOOK_SECONDS):
+                await stop.wait()
+                return None
+        scheduler = (await role.health(probe=False))[0]
+        if scheduler.state is HealthState.NOT_READY and not stop.is_set():
+            return scheduler.message
 
 
-def _announce_progress() -> Callable[[int, int], None]:
-    last = -1
+class Parent:
+    """The process that started this one: told on stdout what goes on, as JSON lines; noticed on stdin when it goes.
 
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        percent = 100 * done // max(total, 1)
-        if percent != last:
-            last = percent
-            _say(event="loading", done=done, total=total)
-
-    return report
-
-
-class ParentWatch:
-    """Notices on a thread that the parent has closed our stdin, because it wants us to end or is gone itself.
-
-    Until ``then`` says what to do, the process ends at once: nothing is served yet.
+    It closes our stdin because it wants us to end, or is gone itself. Until ``when_gone`` says what to do then, the
+    process ends at once: nothing is served yet. Whatever libraries print goes to stderr from here on.
     """
 
     def __init__(self) -> None:
+        self._lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._act: Callable[[], object] = lambda: os._exit(1)
         threading.Thread(target=self._watch, daemon=True, name="parent-watch").start()
 
-    def then(self, act: Callable[[], object]) -> None:
-        """What to do from now on; called on the thread."""
+    def say(self, **message: object) -> None:
+        """One line."""
+        with suppress(BrokenPipeError):
+            print(json.dumps(message), file=self._lines, flush=True)
+
+    def progress(self) -> Callable[[int, int], None]:
+        """A callback for loading that says each whole per cent once."""
+        last = -1
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            percent = 100 * done // max(total, 1)
+            if percent != last:
+                last = percent
+                self.say(event="loading", done=done, total=total)
+
+        return report
+
+    def when_gone(self, act: Callable[[], object]) -> None:
+        """What to do from now on; called on a thread."""
         self._act = act
 
     def _watch(self) -> None:

@@ -17,10 +17,10 @@ _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 def size(_: object, tokens: object) -> int:
     """``512MiB`` or a plain number of bytes."""
     text = tokens[0].value  # type: ignore[index]
-    match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+)\s*(?:([kmg])i?)?b?", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise ValueError(f"{text!r} is not a size: write bytes or a number with KiB, MiB or GiB, such as 512MiB")
-    return int(match[1]) * _UNITS[match[2].lower()]
+    return int(match[1]) * _UNITS[(match[2] or "").lower()]
 
 
 def at_least_one(_: object, value: object) -> None:

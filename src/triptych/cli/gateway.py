@@ -9,10 +9,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.flags import split_address
-from triptych.core.errors import StartupError
 from triptych.gateway.app import Gateway
-from triptych.gateway.server import check_listen, serve
-from triptych.rpc.address import Address
+from triptych.gateway.server import serve
+from triptych.rpc.server import check_address
 from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 def run(engines: list[str], http: str, *, allow_plaintext: bool) -> int:
     """Serve until a signal; returns the exit code. Changes of the engines' states are printed."""
-    check_http(http, allow_plaintext=allow_plaintext)
+    check_address(*split_address(http), allow_plaintext=allow_plaintext)  # the same rule for every listener
     logging.basicConfig(format="%(message)s")
     logging.getLogger("triptych.gateway").setLevel(logging.INFO)
     return asyncio.run(_serve(engines, http))
@@ -38,21 +37,6 @@ async def _serve(engines: list[str], http: str) -> int:
         await stop.wait()
         print("draining ...", flush=True)
     return 0
-
-
-def check_http(http: str, *, allow_plaintext: bool) -> None:
-    """Refuse an address that cannot be had, or that other machines could reach unencrypted.
-
-    Raises:
-        StartupError: naming the address, or the flag.
-    """
-    address = Address(*split_address(http))
-    if not (allow_plaintext or address.loopback):
-        raise StartupError(
-            f"{address} can be reached from other machines and the traffic is not encrypted; "
-            "listen on 127.0.0.1 or [::1], or pass --allow-plaintext"
-        )
-    check_listen(address.host, address.port)
 
 
 class OpenGateway(NamedTuple):

@@ -40,7 +40,7 @@ def engine(
     model: Model,
     /,
     *,
-    role: Literal["aggregated"] = "aggregated",
+    role: Annotated[Literal["aggregated"], Parameter(help="What part of the work it does.")] = "aggregated",
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
     options: Options = NO_OPTIONS,
@@ -50,7 +50,7 @@ def engine(
     """Run one engine: one model, one role, one OpenEngine gRPC server."""
     from triptych.cli.engine import Listeners, run
 
-    return run(model, options, Listeners(grpc, metrics, allow_plaintext), announce=announce)
+    return run(model, role, options, Listeners(grpc, metrics, allow_plaintext), announce=announce)
 
 
 @app.command
@@ -68,7 +68,7 @@ def serve(
     model: Model,
     /,
     *,
-    topology: Literal["aggregated"] = "aggregated",
+    topology: Annotated[Literal["aggregated"], Parameter(help="Which engines to start.")] = "aggregated",
     http: HttpAddress = "127.0.0.1:8000",
     options: Options = NO_OPTIONS,
     allow_plaintext: AllowPlaintext = False,
@@ -76,7 +76,7 @@ def serve(
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
     from triptych.cli.serve import run
 
-    return run(model, options, http, allow_plaintext=allow_plaintext)
+    return run(model, topology, options, http, allow_plaintext=allow_plaintext)
 
 
 @app.command

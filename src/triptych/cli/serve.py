@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from triptych.cli.child import EngineProcess, EngineRefused
 from triptych.cli.flags import model_directory, served_name, split_address
-from triptych.cli.gateway import check_http, open_gateway
+from triptych.cli.gateway import open_gateway
 from triptych.cli.progress import loading_bar
 from triptych.core.errors import StartupError
+from triptych.rpc.server import check_address
 
 if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
@@ -22,23 +23,27 @@ READY_SECONDS = 60.0
 """How long the gateway may take to learn a model from engines that are ready."""
 
 
-def run(model: str, options: EngineOptions, http: str, *, allow_plaintext: bool) -> int:
+TOPOLOGIES = {"aggregated": "aggregated"}
+"""The role of the engine that each topology starts."""
+
+
+def run(model: str, topology: str, options: EngineOptions, http: str, *, allow_plaintext: bool) -> int:
     """Serve until a signal; returns the exit code."""
     model_directory(model)  # what is wrong with MODEL or HOST:PORT is said before anything starts
-    check_http(http, allow_plaintext=allow_plaintext)
+    check_address(*split_address(http), allow_plaintext=allow_plaintext)
     try:
-        return asyncio.run(_serve(model, options, http))
+        return asyncio.run(_serve(model, TOPOLOGIES[topology], options, http))
     except EngineRefused:
         return 1  # its own line said why
 
 
-async def _serve(model: str, options: EngineOptions, http: str) -> int:
+async def _serve(model: str, role: str, options: EngineOptions, http: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as cleanup:
-        engine = await EngineProcess.start([model, *options.words()])
+        engine = await EngineProcess.start([model, "--role", role, *options.words()])
         cleanup.push_async_callback(engine.stop)
         up = asyncio.create_task(_bring_up(cleanup, engine, model, http))
         stopping = asyncio.create_task(stop.wait())

@@ -1,4 +1,4 @@
-"""Every error a client or an operator can meet.
+"""The errors a client or an operator can meet; packages refine this tree with a few classes of their own.
 
     TriptychError
     ├── InvalidRequest            the request is wrong; the same request will fail again
@@ -19,6 +19,9 @@
     └── StartupError              the process cannot start; printed as one line, never sent
         ├── CheckpointError       the model directory is not usable: names the file or tensor
         └── UnknownArchitecture   no row in the registry: lists what is supported
+
+They are ``TransientFailure`` in wire/status.py, ``BadRequest``, ``BodyTooLarge`` and ``Gone`` in the gateway, and
+``EngineRefused`` in cli.
 
 Before a request is accepted an error becomes a gRPC status, after it an ``EngineError`` event.
 Each class therefore carries both words; ``wire/status.py`` is the only place that translates.
@@ -102,7 +105,7 @@ class MediaError(InvalidRequest):
 
 
 class MediaUnavailable(MediaError):
-    """Expected. The item could not be had just now: a timeout, a refused connection, a 5xx answer."""
+    """Expected. The item could not be had just now, for want of memory; a fetch that fails would be another cause."""
 
     status = Status.UNAVAILABLE
     retryable = True

@@ -56,11 +56,6 @@ class StepPlan:
     encode: tuple[EncodeTask, ...] = ()
     tokens: tuple[TokenSlice, ...] = ()
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is computed (there may still be ``ends`` and ``evictions`` to obey)."""
-        return not (self.encode or self.tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -83,7 +83,12 @@ class Engine:
         self._check = check
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: set[str] = set()
-        """Ids that were accepted and have no terminal event yet. Guarded by ``_lock``, as is ``_closed``."""
+        """Ids that were accepted and have no terminal event yet.
+
+        Guarded by ``_lock``, as are ``_closed``, ``_arriving`` and every put into the inbox.
+        """
+        self._arriving = 0
+        """Requests in the inbox."""
         self._deliver: Callable[[tuple[Event, ...]], None] = _to_nobody
         self._lock = threading.Lock()
         self._closed = False
@@ -114,6 +119,7 @@ class Engine:
                 raise DuplicateRequest(f"request {request.request_id!r} is live")
             self.check_queue()
             self._live.add(request.request_id)
+            self._arriving += 1
             self._inbox.put(_Submit(request))
 
     def check_queue(self) -> None:
@@ -122,17 +128,20 @@ class Engine:
         Raises:
             Overloaded: the queue is full.
         """
-        self._scheduler.check_queue(self._inbox.qsize())
+        self._scheduler.check_queue(self._arriving)
 
     def abort(self, request_id: str) -> None:
         """End a request soon; from any thread. An id that is not live is no error."""
-        self._inbox.put(_Abort(request_id))
+        with self._lock:
+            if request_id in self._live:
+                self._inbox.put(_Abort(request_id))
 
     def stop(self) -> None:
         """Refuse new requests, end the live ones as cancelled, and wait for the thread. Idempotent."""
         with self._lock:
-            self._closed = True
-        self._inbox.put(_Stop())
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(_Stop())
         if self._thread is not None:
             self._thread.join()
 
@@ -144,7 +153,7 @@ class Engine:
     def load(self) -> Load:
         """How busy the engine is, at most one step old; from any thread, without waiting."""
         load = self._scheduler.load()
-        return replace(load, queued_requests=load.queued_requests + self._inbox.qsize())
+        return replace(load, queued_requests=load.queued_requests + self._arriving)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Every ledger's counters by ledger name; from any thread, without waiting."""
@@ -182,6 +191,8 @@ class Engine:
     def _accept(self, message: _Message) -> bool:
         match message:
             case _Submit(request):
+                with self._lock:
+                    self._arriving -= 1
                 try:
                     self._scheduler.add(request)
                 except TriptychError as error:
@@ -235,6 +246,9 @@ class Engine:
             self._closed = True
             ids = sorted(self._live)
             self._live.clear()
+            # Nothing is put into the inbox from here on, and nobody reads what is left in it.
+            self._inbox = queue.SimpleQueue()
+            self._arriving = 0
         try:
             if ids:
                 self._deliver(tuple(Failed(request_id, self._failure) for request_id in ids))

@@ -20,7 +20,7 @@ from triptych.engine.batch import BatchBuilder
 from triptych.engine.sampler import Draw, choose_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from triptych.core.config import SchedulerConfig
     from triptych.core.encoder_input import EncoderInput
@@ -37,6 +37,17 @@ class _Trouble(NamedTuple):
 
     kind: type[TriptychError]
     reason: str
+
+    def error(self, item: int) -> TriptychError:
+        """For one of the requests that need the rows; ``item`` is its own index of them."""
+        return self.kind(f"media item {item} {self.reason}")
+
+
+class _Encoded(NamedTuple):
+    """The keys that are stored now, and what went wrong with the others."""
+
+    stored: tuple[bytes, ...]
+    troubles: Mapping[bytes, _Trouble]
 
 
 class Runner:
@@ -77,12 +88,12 @@ class Runner:
             self._builder.start(request)
         failures: dict[str, TriptychError] = {}
         begin = time.perf_counter()
-        encoded = self._encode(plan.encode, failures) if plan.encode else ()
+        encoded = self._encode(plan.encode, failures) if plan.encode else _Encoded((), {})
         middle = time.perf_counter()
-        sampled = self._compute(plan.tokens, failures) if plan.tokens else {}
+        sampled = self._compute(plan.tokens, encoded.troubles, failures) if plan.tokens else {}
         return StepResult(
             sampled=sampled,
-            encoded=encoded,
+            encoded=encoded.stored,
             failures=failures,
             encode_seconds=middle - begin if plan.encode else 0.0,
             token_seconds=time.perf_counter() - middle,
@@ -90,21 +101,23 @@ class Runner:
 
     # -- encoder -------------------------------------------------------------------------------
 
-    def _encode(self, tasks: Sequence[EncodeTask], failures: dict[str, TriptychError]) -> tuple[bytes, ...]:
-        """Encode the items in one call, or one by one when that fails; returns the keys that are stored now."""
+    def _encode(self, tasks: Sequence[EncodeTask], failures: dict[str, TriptychError]) -> _Encoded:
+        """Encode the items in one call, or one by one when that fails."""
         inputs = [self._builder.state(task.request_id).request.inputs[task.item] for task in tasks]
         outputs = self._encode_batch(inputs)
         if len(tasks) > 1 and any(isinstance(output, _Trouble) for output in outputs):
             outputs = [self._encode_batch([single])[0] for single in inputs]
         stored = []
+        troubles = {}
         for task, output in zip(tasks, outputs, strict=True):
             if isinstance(output, _Trouble):
                 logger.error("request %s: media item %d %s", task.request_id, task.item, output.reason)
-                failures.setdefault(task.request_id, output.kind(f"media item {task.item} {output.reason}"))
+                failures.setdefault(task.request_id, output.error(task.item))
+                troubles[task.key] = output
             else:
                 self._rows[task.key] = output
                 stored.append(task.key)
-        return tuple(stored)
+        return _Encoded(tuple(stored), troubles)
 
     def _encode_batch(self, inputs: list[EncoderInput]) -> list[torch.Tensor | _Trouble]:
         """For each input its valid rows, or what is wrong with them."""
@@ -139,24 +152,29 @@ class Runner:
 
     # -- decoder -------------------------------------------------------------------------------
 
-    def _compute(self, pieces: Sequence[TokenSlice], failures: dict[str, TriptychError]) -> dict[str, int]:
+    def _compute(
+        self, pieces: Sequence[TokenSlice], troubles: Mapping[bytes, _Trouble], failures: dict[str, TriptychError]
+    ) -> dict[str, int]:
+        """The next tokens by request. ``troubles``: of the keys that this step failed to encode, whoever asked."""
         sampled: dict[str, int] = {}
         ready = []
         for piece in pieces:
             self._builder.extend(piece)
-            missing = [item for item, key in piece.rows if key not in self._rows]
-            if missing:
-                failures.setdefault(piece.request_id, Internal(f"media item {missing[0]} has no encoder rows"))
+            missing = next(((item, key) for item, key in piece.rows if key not in self._rows), None)
+            if missing is not None:
+                item, key = missing
+                trouble = troubles.get(key) or _Trouble(Internal, "has no encoder rows")
+                failures.setdefault(piece.request_id, trouble.error(item))
             elif piece.request_id not in failures:
                 ready.append(piece)
-        trouble = self._forward(ready, sampled, failures) if ready else None
-        if trouble is not None:
+        error = self._forward(ready, sampled, failures) if ready else None
+        if error is not None:
             for piece in ready:
                 if len(ready) > 1:
-                    trouble = self._forward([piece], sampled, failures)
-                if trouble is not None:
+                    error = self._forward([piece], sampled, failures)
+                if error is not None:
                     self._scrub(piece.request_id)
-                    failures[piece.request_id] = trouble
+                    failures[piece.request_id] = error
         return sampled
 
     def _forward(
@@ -216,7 +234,7 @@ def _too_large(single: EncoderInput) -> _Trouble:
     return _Trouble(
         Overloaded,
         f"does not fit into memory: {tokens} encoder tokens at once; retry later, send a smaller one, "
-        "or lower --max-item-pixels",
+        "or lower longest_edge (max_pixels) in preprocessor_config.json",
     )
 
 

@@ -82,11 +82,9 @@ class Scheduler:
         """
         length, config = len(request.plan), self._config
         if length >= self._context:
-            # A context that was cut down to the pool's size is the pool's limit, not its own.
-            pool = config.num_blocks * config.block_size <= config.max_context
-            where = "KV pool (--kv-cache-bytes)" if pool else "context (--max-context)"
+            # No flag is named: whether the model, the pool or a flag set the context is not known here.
             raise PromptTooLong(
-                f"the prompt has {length} tokens, which leaves no room for an answer in the {where} of "
+                f"the prompt has {length} tokens, which leaves no room for an answer in the context window of "
                 f"{self._context} tokens"
             )
         if len(request.inputs) != len(request.plan.items):

@@ -103,15 +103,6 @@ async def serve(app: ASGIApp, host: str, port: int, *, grace: int = GRACE_SECOND
             await asyncio.wait(server.server_state.tasks)
 
 
-def check_listen(host: str, port: int) -> None:
-    """See before a long start whether ``serve`` could listen there: bind once, and let go again.
-
-    Raises:
-        StartupError: the address is not one of this machine's, or the port is taken.
-    """
-    _listen(host, port).close()
-
-
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65_535:
         raise StartupError(f"cannot listen on {host}:{port}: a port is a number up to 65535")

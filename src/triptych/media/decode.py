@@ -39,12 +39,18 @@ class _Format:
     name: str
     magics: tuple[bytes, ...]
     open: Callable[[io.BytesIO], ImageFile]
+    form: bytes = b""
+    """What stands at byte 8 of a RIFF file; sound and video begin with the same magic."""
+
+    def matches(self, data: bytes) -> bool:
+        """Whether the data begin as this format does."""
+        return data.startswith(self.magics) and data[8 : 8 + len(self.form)] == self.form
 
 
 _FORMATS = (
     _Format("PNG", (b"\x89PNG\r\n\x1a\n",), PngImageFile),
     _Format("JPEG", (b"\xff\xd8\xff",), JpegImageFile),
-    _Format("WebP", (b"RIFF",), WebPImageFile),
+    _Format("WebP", (b"RIFF",), WebPImageFile, form=b"WEBP"),
     _Format("GIF", (b"GIF87a", b"GIF89a"), GifImageFile),
     _Format("BMP", (b"BM",), BmpImageFile),
     _Format("TIFF", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), TiffImageFile),
@@ -65,7 +71,7 @@ def decode_picture(index: int, data: bytes, budget: RequestBudget) -> Picture:
     check_item_bytes(index, len(data), budget.limits)
     if not data:
         raise MediaError(index, "the item is empty")
-    kind = next((f for f in _FORMATS if data.startswith(f.magics)), None)
+    kind = next((f for f in _FORMATS if f.matches(data)), None)
     if kind is None:
         names = ", ".join(f.name for f in _FORMATS)
         raise MediaError(index, f"not a picture that can be read; supported: {names}")
@@ -99,8 +105,8 @@ def _decode(index: int, data: bytes, kind: _Format, budget: RequestBudget) -> np
 
 def _webp_size(data: bytes) -> _Size:
     """Canvas of a WebP file: 24-bit fields when extended, 14-bit fields in its two plain forms."""
-    form, chunk, body = data[8:12], data[12:16], data[20:30]
-    if form == b"WEBP" and len(body) == 10:
+    chunk, body = data[12:16], data[20:30]
+    if len(body) == 10:
         if chunk == b"VP8X":
             return _Size(int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1)
         if chunk == b"VP8L" and body[0] == 0x2F:

@@ -104,6 +104,6 @@ def _refuse_unsupported(text: Section) -> None:
         raise text.error("layer_types", f"has {other[0]!r}; only 'full_attention' is supported")
     if text.flag("mlp_bias", False):
         raise text.error("mlp_bias", "is true; it is not supported")
-    for key in ("num_experts", "num_local_experts", "quantization_config"):
+    for key in ("num_experts", "num_local_experts"):
         if text.has(key):
-            raise text.error(key, "is set; mixtures of experts and quantised weights are not supported")
+            raise text.error(key, "is set; mixtures of experts are not supported")

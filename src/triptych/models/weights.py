@@ -95,7 +95,9 @@ class Checkpoint:
         files = {name: named.text(name) for name in named.values}
         for file in sorted(set(files.values())):
             if "/" in file or "\\" in file or file.startswith(".") or not file.endswith(".safetensors"):
-                raise named.error("", f"names {file!r:.200}, which is not a safetensors file of this directory")
+                raise CheckpointError(
+                    f"{named.file} names {file!r:.200}, which is not a safetensors file of this directory"
+                )
             self.stored.update(_read_header(self.directory / file))
         for name, file in files.items():
             if name not in self.stored or self.stored[name].path.name != file:

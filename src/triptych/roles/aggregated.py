@@ -142,7 +142,7 @@ class Aggregated:
             return
         answer.closed = True
         self._drop(answer)
-        request_id = answer.request.request_id
+        request_id = answer.request_id
         if self._by_id.get(request_id) is answer:
             del self._by_id[request_id]
         self._finished_ids[request_id] = None

@@ -34,7 +34,7 @@ class AnswerStream:
     ) -> None:
         self.serial = serial
         """The engine's name for the request."""
-        self.request = request
+        self.request_id = request.request_id
         self.ended = False
         """Whether a terminal event was pushed."""
         self.closed = False
@@ -66,29 +66,29 @@ class AnswerStream:
                 self._push_finish(event)
             case Failed():
                 self.ended = True
-                self._put(Failed(self.request.request_id, event.error))
+                self._put(Failed(self.request_id, event.error))
 
     def _push_tokens(self, event: Tokens) -> None:
         if self._stop is not None:
             return  # computed between the match and the abort
         if self._text is None:
-            self._put(Tokens(self.request.request_id, event.token_ids))
+            self._put(Tokens(self.request_id, event.token_ids))
             return
         delta = self._text.feed(event.token_ids)
-        self._put(Tokens(self.request.request_id, delta.token_ids, delta.text))
+        self._put(Tokens(self.request_id, delta.token_ids, delta.text))
         if delta.stop is not None:
             self._stop = delta.stop
             self._on_stop(self)
 
     def _push_finish(self, event: Finished) -> None:
         spans = event.spans if self.prepared is None else (self.prepared, *event.spans)
-        finish = replace(event, request_id=self.request.request_id, spans=tuple(map(_to_unix, spans)))
+        finish = replace(event, request_id=self.request_id, spans=tuple(map(_to_unix, spans)))
         if self._text is not None:
             if self._stop is None:
                 tail = self._text.finish()
                 self._stop = tail.stop
                 if tail.text:
-                    self._put(Tokens(self.request.request_id, (), tail.text))
+                    self._put(Tokens(self.request_id, (), tail.text))
             else:
                 finish = replace(finish, usage=replace(event.usage, completion_tokens=self._text.tokens))
             if self._stop is not None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.core.errors import InvalidRequest
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-MAX_STOP_CHARACTERS = 65_536
-"""All stop strings of a request together."""
 
 
 class StopStep(NamedTuple):
@@ -39,20 +34,13 @@ class StopMatcher:
     is, at any moment, everything but the longest end that could still become a stop string.
 
     Args:
-        stops: the stop strings, none empty.
+        stops: the stop strings, none empty; memory grows with their characters, which a request bounds.
         include_stop: show the stop string that was completed.
-
-    Raises:
-        InvalidRequest: the stop strings are too long.
     """
 
     def __init__(self, stops: Iterable[str], *, include_stop: bool = False) -> None:
         self._include = include_stop
         self._held = ""
-        stops = tuple(stops)
-        total = sum(map(len, stops))
-        if total > MAX_STOP_CHARACTERS:
-            raise InvalidRequest(f"the stop strings have {total} characters together; at most {MAX_STOP_CHARACTERS}")
         self._nodes = _trie(stops)
         self._fail, self._stop_length = _links(self._nodes)
         self._state = 0
@@ -98,7 +86,7 @@ class StopMatcher:
         return self._nodes[state].depth
 
 
-def _trie(stops: tuple[str, ...]) -> list[_Node]:
+def _trie(stops: Iterable[str]) -> list[_Node]:
     nodes = [_Node(0, {}, False)]
     for stop in stops:
         state = 0

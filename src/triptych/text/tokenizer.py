@@ -39,8 +39,6 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         """Ids that end an answer. Empty where no file names one."""
         vocab = library.get_vocab()
-        self.vocab_size: int = max(vocab.values(), default=-1) + 1
-        """One more than the largest id; the model's own vocabulary may be padded beyond it."""
         self._bound = LengthBound(spec, max((len(pieces.to_bytes(word)) for word in vocab), default=1))
 
     @classmethod
@@ -74,23 +72,22 @@ class Tokenizer:
         """Spaces that decoding takes off the beginning of a text."""
         return self._pieces.leading_spaces
 
-    def encode(self, text: str, specials: bool = True) -> list[int]:
-        """Token ids, with added tokens recognised wherever their words stand.
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with added tokens recognised wherever their words stand, and whatever the tokenizer itself adds.
 
         Args:
             text: trusted: see ``encode_plain`` for what a user wrote.
-            specials: add the prefix and suffix that the tokenizer itself adds to a text.
 
         Raises:
             InvalidRequest: the text is not Unicode (it has a lone surrogate).
         """
         check_unicode(text)
         # a batch of one: unlike encode it lets other threads run meanwhile
-        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+        ids: list[int] = self._library.encode_batch_fast([text])[0].ids
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids among which no added token can be: ``<|image_pad|>`` stays eleven-odd tokens of text.
+        """Token ids among which no added token can be: ``<|image_pad|>`` stays text of thirteen characters.
 
         Raises:
             InvalidRequest: the text is not Unicode (it has a lone surrogate).
