@@ -79,7 +79,7 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
         else:
             kv = role.engine.num_blocks * role.engine.block_size
             print(f"{role.model.served_name} is ready on grpc://{server.address} (KV for {kv} tokens). Ctrl-C ends it.")
-        failure = await _stopped_or_failed(stop, role)
+        failure = await stopped_or_failed(stop, role)
         if failure is not None:
             print(f"triptych: the engine has failed and ends: {failure}", file=sys.stderr, flush=True)
         elif parent is None:
@@ -88,7 +88,7 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
     return 0 if failure is None else 1
 
 
-async def _stopped_or_failed(stop: asyncio.Event, role: Aggregated) -> str | None:
+async def stopped_or_failed(stop: asyncio.Event, role: Aggregated) -> str | None:
     """Wait for a signal, or for the engine's own end; returns the reason of the latter."""
     while True:
         with suppress(TimeoutError):
