@@ -142,3 +142,15 @@ def test_an_engine_whose_parent_is_gone_does_not_go_on_loading() -> None:
     assert done.returncode == 1
     assert "ready" not in done.stdout
     assert done.stderr == ""
+
+
+def test_serve_says_at_once_that_a_checkpoint_has_no_chat_template(copy: Path) -> None:
+    (copy / "chat_template.jinja").unlink()
+    complains("serve", str(copy), "--http", "127.0.0.1:0", says="chat template")
+
+
+def test_an_engine_with_a_parent_but_no_stdin_ends() -> None:
+    command = f"{' '.join(COMMAND)} engine demo --grpc 127.0.0.1:0 --announce <&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

@@ -210,17 +210,38 @@ async def test_a_running_answer_is_cut_off_at_the_end_of_the_grace(serving: Serv
     assert "Traceback" not in caplog.text
 
 
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+UNREAD = b"POST /nope HTTP/1.1\r\nHost: x\r\ncontent-length: 1000\r\n\r\nx"
+
+
 @pytest.mark.parametrize(
-    "head", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET"]
+    ("sent", "answered"),
+    [(b"", b""), (HEAD, b""), (HEAD + b"\r\nGET", b"HTTP/1.1 200"), (UNREAD, b"HTTP/1.1 404")],
+    ids=["silent", "half a head", "half a second head", "a body that nobody reads"],
 )
 async def test_a_connection_that_brings_no_request_is_closed(
-    head: bytes, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, answered: bytes, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.gateway.server.REQUEST_SECONDS", 0.05)
     host, port = serving.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head)
+    writer.write(sent)
     async with asyncio.timeout(20):
         answer = await reader.read()  # returns when the connection ends
-    assert answer.startswith(b"HTTP/1.1 200") == head.endswith(b"GET")
+    assert answer[:12] == answered
     writer.close()
+
+
+async def test_a_slow_answer_is_not_taken_for_a_silent_connection(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.gateway.server.REQUEST_SECONDS", 0.02)
+    go_on = asyncio.Event()
+    serving.role.script = lambda request: [*red(request)[:1], go_on, *red(request)[1:]]
+    async with httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(f"{serving.url}/v1/chat/completions", json=BODY))
+        await until(lambda: bool(serving.role.answers))
+        await serving.role.answers[0].waiting.wait()
+        await asyncio.sleep(0.2)  # ten times the limit
+        go_on.set()
+        assert (await asking).status_code == 200

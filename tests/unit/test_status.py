@@ -145,7 +145,7 @@ def test_a_bare_status_of_another_engine_has_a_class(status: grpc.StatusCode) ->
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
         (grpc.StatusCode.UNAVAILABLE, Draining),
         (grpc.StatusCode.DEADLINE_EXCEEDED, Draining),
-        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.CANCELLED, Draining),
         (grpc.StatusCode.UNKNOWN, Internal),
     ],
 )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
     from triptych.roles.aggregated import Aggregated
 
+STDIN = 0
 DRAIN_SECONDS = 30.0
 """How long live requests may go on after a signal."""
 LAST_EVENTS_SECONDS = 2.0
@@ -136,7 +137,8 @@ class Parent:
         self._act = act
 
     def _watch(self) -> None:
-        while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin.read: its lock would hold up the interpreter's end
-            pass
+        with suppress(OSError):  # no stdin at all: nobody is there
+            while os.read(STDIN, 4096):  # not sys.stdin.read: its lock would hold up the interpreter's end
+                pass
         with suppress(RuntimeError):  # the loop may be closed already
             self._act()

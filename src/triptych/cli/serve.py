@@ -14,6 +14,8 @@ from triptych.cli.gateway import open_gateway
 from triptych.cli.progress import loading_bar
 from triptych.core.errors import StartupError
 from triptych.rpc.server import check_address
+from triptych.text.chat import ChatTemplate
+from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
@@ -29,7 +31,9 @@ TOPOLOGIES = {"aggregated": "aggregated"}
 
 def run(model: str, topology: str, options: EngineOptions, http: str, *, allow_plaintext: bool) -> int:
     """Serve until a signal; returns the exit code."""
-    model_directory(model)  # what is wrong with MODEL or HOST:PORT is said before anything starts
+    # what is wrong with MODEL or HOST:PORT is said before anything starts
+    directory = model_directory(model)
+    ChatTemplate.load(directory, Tokenizer.load(directory))
     check_address(*split_address(http), allow_plaintext=allow_plaintext)
     try:
         return asyncio.run(_serve(model, TOPOLOGIES[topology], options, http))

@@ -40,7 +40,8 @@ class _Protocol(H11Protocol):
         """``seen`` is the latest request when this was last asked."""
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE and self.cycle is seen:
+        answered = self.cycle is not None and self.cycle.response_complete  # perhaps with its body still unread
+        if (answered or self.conn.their_state is h11.IDLE) and self.cycle is seen:
             self.transport.close()
         else:
             self.loop.call_later(REQUEST_SECONDS, self._close_if_silent, self.cycle)

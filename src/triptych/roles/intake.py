@@ -214,6 +214,6 @@ class Intake:
         )
 
     def close(self) -> None:
-        """Wait for the workers; nothing new is started. Blocks, so call it off the loop."""
-        self._media_pool.shutdown(wait=True, cancel_futures=True)
-        self._text_pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for the workers and for what waits for them: the queues are bounded. Blocks, so call it off the loop."""
+        self._media_pool.shutdown(wait=True)
+        self._text_pool.shutdown(wait=True)

@@ -68,7 +68,8 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedFeature,
-    grpc.StatusCode.CANCELLED: Cancelled,
+    # Ours come with a trailer, so this is gRPC's own: the server ended before the call had begun.
+    grpc.StatusCode.CANCELLED: Draining,
     grpc.StatusCode.UNAVAILABLE: Draining,
     grpc.StatusCode.DEADLINE_EXCEEDED: Draining,
 }
