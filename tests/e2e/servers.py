@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ class Served:
 
     def children(self) -> list[int]:
         """Ids of its child processes."""
-        out = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return [int(word) for word in out.stdout.split()]
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # ended meanwhile
+                # "pid (name) state ppid ...": the name may hold anything, brackets too
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        return [pid for pid, parent in parents.items() if parent == self.process.pid]
 
 
 @contextmanager
