@@ -23,11 +23,6 @@ AnswerAll = Callable[[Sequence[Asked]], list[str]]
 MAX_NEW_TOKENS = 40
 
 
-def one_by_one(answer: Callable[[list[Image.Image], str], str]) -> AnswerAll:
-    """Let a function that answers one question sit the whole exam."""
-    return lambda asked: [answer(list(pictures), question) for pictures, question in asked]
-
-
 def messages(pictures: Sequence[dict], question: str) -> list[dict]:
     """One user message, pictures before the text."""
     return [{"role": "user", "content": [*pictures, {"type": "text", "text": question}]}]
