@@ -1,4 +1,4 @@
-.PHONY: help setup demo test test-slow check bench train-demo eval-demo
+.PHONY: help setup demo test test-slow check bench train-demo eval-demo dynamo
 python = .venv/bin/python
 
 help:        ## this list
@@ -30,3 +30,7 @@ train-demo:  ## train the demo model from nothing (hours)
 eval-demo:   ## held-out accuracy of the demo model, per kind
 	@scripts/setup train
 	@$(python) scripts/eval_demo
+
+dynamo:      ## NVIDIA Dynamo's own client against the engine (fetches it: 75 MB)
+	@scripts/setup
+	@$(python) scripts/dynamo

@@ -99,7 +99,7 @@ class Engine:
             cache=CacheOptions(bypass_prefix_cache=True),
             arrival=0.0,
         )
-        self.scheduler.add(request)
+        self.scheduler.add([request])
         return request.request_id
 
     def step(self) -> tuple[float, float]:
@@ -184,9 +184,11 @@ def print_case(engine: Engine, case: Case, weights: int, multiply_adds: int) -> 
 
 def weight_cost(model: Model) -> tuple[int, int]:
     """Bytes of the decoder's weights that a step reads, and multiply-adds per token."""
-    slots = {slot.name: slot.target for slot in model.text.slots("") if not slot.repeated}
+    slots = {slot.name: slot.target for slot in model.text.slots() if not slot.repeated}
     if "lm_head.weight" in slots:
-        del slots["embed_tokens.weight"]  # a row per token, not the table
+        del slots[
+            next(name for name in slots if name.endswith("embed_tokens.weight"))
+        ]  # a row per token, not the table
     used = slots.values()
     return sum(t.nbytes for t in used), sum(t.numel() for t in used if t.dim() == 2)
 

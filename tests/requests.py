@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from triptych.core.adapter import AdapterInfo
 from triptych.core.encoder_input import EncoderInput
 from triptych.core.layout import Grid, ItemLayout, Positions, Run
+from triptych.core.logprobs import LogprobOptions
 from triptych.core.media import Modality
 from triptych.core.plan import PositionRule, PromptPlan
-from triptych.core.request import CacheOptions, Request, Sampling, Stopping
+from triptych.core.request import CacheOptions, Request, Sampling, Stopping, derived_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +55,10 @@ def request(
     cache: CacheOptions | None = None,
     eos: Iterable[int] = (EOS,),
     arrival: float = 0.0,
+    priority: int = 0,
+    logprobs: LogprobOptions | None = None,
+    grammar: object = None,
+    adapter: FakeAdapter | None = None,
     axes: int = 1,
     delta: int = 0,
 ) -> Request:
@@ -71,7 +79,39 @@ def request(
         eos_token_ids=frozenset(eos),
         cache=cache or CacheOptions(),
         arrival=arrival,
+        priority=priority,
+        logprobs=logprobs or LogprobOptions(),
+        grammar=grammar,
+        adapter=adapter,
     )
+
+
+def group(leader: Request, count: int) -> list[Request]:
+    """The outputs of one client's request, as the engine takes them; the first keeps the name."""
+    seed = leader.sampling.seed or 0
+    return [leader] + [
+        dataclasses.replace(
+            leader,
+            request_id=f"{leader.request_id}.{index}",
+            sampling=dataclasses.replace(leader.sampling, seed=derived_seed(seed, index)),
+        )
+        for index in range(1, count)
+    ]
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    """An adapter of which nothing is known but its names and its digest."""
+
+    lora_id: int
+
+    @property
+    def info(self) -> AdapterInfo:
+        return AdapterInfo(self.lora_id, f"adapter{self.lora_id}", f"/adapters/{self.lora_id}")
+
+    @property
+    def digest(self) -> bytes:
+        return self.lora_id.to_bytes(32, "big")
 
 
 def picture_patches(layout: ItemLayout) -> np.ndarray:

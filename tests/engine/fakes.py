@@ -1,22 +1,26 @@
 """Small honest models. Nothing is remembered but what stands in the paged cache.
 
 ``HashModel`` writes into each slot what the token there was (its id, or its media row, and its position),
-and its logits are a hash of all slots of the sequence, read back through the block table: one wrong block,
-slot, position or row changes the next token.
+and its logits are a hash of all slots up to a token's own, read back through the block table: one wrong block,
+slot, position, row or adapter changes the next token.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from tests.requests import EOS
 from triptych.models.contract import KvCache, PackedBatch, TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from triptych.core.adapter import AdapterInfo
     from triptych.core.encoder_input import EncoderInput
 
 VOCAB = 97
@@ -42,6 +46,17 @@ def spec(vocab: int = VOCAB, axes: int = 1) -> TextSpec:
     )
 
 
+@dataclass(frozen=True)
+class FakeAdapter:
+    """An adapter that is its name."""
+
+    info: AdapterInfo
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self.info.name.encode()).digest()
+
+
 @dataclass
 class HashModel:
     """Deterministic function of the whole history. Records the shape of every batch."""
@@ -49,6 +64,8 @@ class HashModel:
     spec: TextSpec = field(default_factory=spec)
     batches: list[tuple[int, ...]] = field(default_factory=list)
     """KV lengths of the sequences of each step."""
+    heads: list[int] = field(default_factory=list)
+    """Rows of each call of ``logits``."""
     broken: set[int] = field(default_factory=set)
     """Token ids at which ``forward`` raises."""
     most_tokens: int | None = None
@@ -66,6 +83,13 @@ class HashModel:
         logits = [self._logits(batch, kv, int(packed)) for packed in batch.sample_at]
         return torch.stack(logits) if logits else torch.empty(0, self.spec.vocab_size)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.heads.append(len(hidden))
+        return hidden  # ``forward`` has them already
+
+    def load_adapter(self, info: AdapterInfo, max_rank: int) -> FakeAdapter:
+        return FakeAdapter(info)
+
     def _write(self, batch: PackedBatch, kv: KvCache) -> None:
         entries = torch.zeros(len(batch.token_ids), 2 + self.spec.position_axes)
         entries[:, 0] = batch.token_ids.float()
@@ -74,6 +98,9 @@ class HashModel:
             # a row hides the placeholder: (picture, row number + deepstack level)
             entries[batch.media_at, 0] = 1000 + batch.media_rows[:, 0]
             entries[batch.media_at, 1] = 1 + batch.media_rows[:, 1] + 100 * batch.media_rows[:, HIDDEN]
+        for use in batch.adapters:
+            assert (use.at.diff() > 0).all()
+            entries[use.at, 1] += 1000 * (1 + use.adapter.digest[0])
         for token in self.poison:
             entries[batch.token_ids == token] = float("nan")
         blocks, offsets = batch.slots // kv.block_size, batch.slots % kv.block_size
@@ -83,7 +110,7 @@ class HashModel:
     def _logits(self, batch: PackedBatch, kv: KvCache, packed: int) -> torch.Tensor:
         sequence = next(s for s in range(len(batch.contexts)) if batch.starts[s] <= packed < batch.starts[s + 1])
         assert (batch.starts[sequence + 1] - batch.starts[sequence] == 1) == (sequence < batch.singles)
-        context = batch.contexts[sequence]
+        context = batch.contexts[sequence] - (batch.starts[sequence + 1] - 1 - packed)
         indices = torch.arange(context)
         blocks = batch.block_tables[sequence, indices // kv.block_size]
         value = 0
@@ -105,6 +132,48 @@ class UniformModel:
 
     def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
         return torch.zeros(len(batch.sample_at), self.spec.vocab_size)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+@dataclass
+class EvenGrammar:
+    """``length`` even tokens, then the end of the sequence. Its matchers insist on being asked and told in turn."""
+
+    length: int
+    vocab: int = VOCAB
+    """Tokens it knows; the model may know more or fewer."""
+    trouble: dict[str, Exception] = field(default_factory=dict)
+    """What ``matcher``, ``allowed`` and ``accept`` raise: the last two from the second token on."""
+    matchers: list[EvenMatcher] = field(default_factory=list)
+
+    def matcher(self) -> EvenMatcher:
+        if "matcher" in self.trouble:
+            raise self.trouble["matcher"]
+        self.matchers.append(EvenMatcher(self))
+        return self.matchers[-1]
+
+
+@dataclass
+class EvenMatcher:
+    grammar: EvenGrammar
+    tokens: list[int] = field(default_factory=list)
+    """Accepted."""
+
+    def allowed(self) -> np.ndarray:
+        if self.tokens and "allowed" in self.grammar.trouble:
+            raise self.grammar.trouble["allowed"]
+        ids = np.arange(self.grammar.vocab)
+        allowed = (ids % 2 == 0) & (ids != EOS) if len(self.tokens) < self.grammar.length else ids == EOS
+        allowed.setflags(write=False)  # it may be the grammar's own memory
+        return allowed
+
+    def accept(self, token: int) -> None:
+        if self.tokens and "accept" in self.grammar.trouble:
+            raise self.grammar.trouble["accept"]
+        assert self.allowed()[token]
+        self.tokens.append(token)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from triptych.processors.registry import load_processor
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from triptych.core.adapter import Adapter
     from triptych.core.encoder_input import EncoderInput
     from triptych.core.layout import Positions
     from triptych.core.plan import PromptPlan
@@ -34,13 +35,13 @@ class Prompt:
     inputs: tuple[EncoderInput, ...]
     rows: list[torch.Tensor]
 
-    def sequence(self) -> Sequence:
+    def sequence(self, adapter: Adapter | None = None) -> Sequence:
         """A fresh sequence that has computed nothing."""
-        return Sequence(self.plan, self.positions, self.rows)
+        return Sequence(self.plan, self.positions, self.rows, adapter)
 
 
 class Pair:
-    """One checkpoint, loaded by us and by transformers."""
+    """One checkpoint, loaded by us and by transformers. A test may set ``reference`` to a changed model."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.directory, self.dtype = directory, dtype

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from triptych.models.contract import KvCache, PackedBatch
+from triptych.models.contract import AdapterUse, KvCache, PackedBatch
 
 if TYPE_CHECKING:
+    from triptych.core.adapter import Adapter
     from triptych.core.layout import Positions
     from triptych.core.plan import PromptPlan
     from triptych.models.contract import TextModel, TextSpec
@@ -24,6 +25,7 @@ class Sequence:
     plan: PromptPlan
     positions: Positions
     rows: list[torch.Tensor] = field(default_factory=list)
+    adapter: Adapter | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     tokens: list[int] = field(init=False)
@@ -71,6 +73,7 @@ class Paged:
             starts.append(starts[-1] + count)
             contexts.append(end)
             sequence.computed = end
+        adapters = {id(sequence.adapter): sequence.adapter for sequence, _ in slices if sequence.adapter is not None}
         widest = max(len(sequence.blocks) for sequence, _ in slices)
         batch = PackedBatch(
             token_ids=torch.tensor(ids),
@@ -83,8 +86,9 @@ class Paged:
             sample_at=torch.tensor(starts[1:] if sample else [], dtype=torch.int64) - 1,
             media_at=torch.tensor(media_at) if media_at else None,
             media_rows=torch.stack(media_rows) if media_at else None,
+            adapters=tuple(AdapterUse(adapter, _at(adapter, slices, starts)) for adapter in adapters.values()),
         )
-        return self.model.forward(batch, self.kv)
+        return self.model.logits(self.model.forward(batch, self.kv))
 
     def prefill(self, sequence: Sequence, chunk: int) -> torch.Tensor:
         """Logits [vocab] after the whole prompt, computed ``chunk`` tokens at a time."""
@@ -102,6 +106,13 @@ class Paged:
             logits = self.step([(sequence, 1)])[0]
         sequence.tokens.append(int(logits.argmax()))
         return sequence.tokens[len(sequence.plan) :]
+
+
+def _at(adapter: Adapter, slices: list[tuple[Sequence, int]], starts: list[int]) -> torch.Tensor:
+    """Packed indices of the tokens that use the adapter."""
+    stretches = zip(slices, starts[:-1], starts[1:], strict=True)
+    at = [torch.arange(start, end) for (sequence, _), start, end in stretches if sequence.adapter is adapter]
+    return torch.cat(at)
 
 
 def empty_cache(spec: TextSpec, blocks: int, block_size: int) -> KvCache:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from tests.engine.fakes import FakeTower, HashModel
 from triptych.core.config import SchedulerConfig
-from triptych.core.events import Failed, Finished, Tokens
+from triptych.core.events import Failed, Finished, Prompt, Tokens
+from triptych.core.step import TokenSlice
 from triptych.engine.kv_pool import allocate
 from triptych.engine.runner import Runner
 from triptych.engine.scheduler import Scheduler
@@ -16,6 +17,7 @@ from triptych.models.contract import Model
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
     from triptych.core.step import StepPlan, StepResult
 
@@ -43,7 +45,11 @@ class Bench:
         self.runner = Runner(Model(self.model, self.tower), self.kv, self.config)
         self.scheduler = Scheduler(self.config, spec.row_width * spec.dtype.itemsize)
         self.tokens: dict[str, list[int]] = {}
+        self.prompts: dict[str, Prompt] = {}
         self.ends: dict[str, Finished | Failed] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        """Those of the sampled tokens, as the runner gave them."""
+        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
 
@@ -52,9 +58,15 @@ class Bench:
         result = self.runner.run(plan)
         self.plans.append(plan)
         self.results.append(result)
+        for request_id, logprob in result.logprobs.items():
+            self.logprobs.setdefault(request_id, []).append(logprob)
+        for request_id, logprobs in result.prompt_logprobs.items():
+            self.prompt_logprobs.setdefault(request_id, []).extend(logprobs)
         for event in self.scheduler.apply(result, 0.0):
             if isinstance(event, Tokens):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            elif isinstance(event, Prompt):
+                self.prompts[event.request_id] = event
             else:
                 self.ends[event.request_id] = event
         self.scheduler.check_integrity()
@@ -63,12 +75,18 @@ class Bench:
     def run(self, requests: Iterable[Request] = ()) -> dict[str, list[int]]:
         """Add the requests and step until nothing is live; the tokens of all so far."""
         for request in requests:
-            self.scheduler.add(request)
+            self.scheduler.add([request])
         while self.scheduler.busy:
             self.step()
         statistics = self.scheduler.statistics()
         assert statistics.blocks.held == statistics.encoder_cache.held_bytes == 0
         return self.tokens
+
+
+def piece(name: str, start: int, length: int, blocks: tuple[int, ...] = (), **more: object) -> TokenSlice:
+    """A slice of a plan made by hand."""
+    options = {"table_from": 0, "rows": (), "samples": True} | more
+    return TokenSlice(name, start, length, blocks=blocks, **options)
 
 
 def alone(request: Request, model: object = None, **changes: int) -> list[int]:

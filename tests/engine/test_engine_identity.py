@@ -109,7 +109,7 @@ def test_hits_that_end_inside_a_picture(size: int) -> None:
     for chunk in range(7, 50, 3):
         bench = Bench(block_size=size, max_batched_tokens=chunk)
         started = request("started", [10] * 60, [picture], stopping=STOPPING)
-        bench.scheduler.add(started)
+        bench.scheduler.add([started])
         bench.step()  # computes one chunk, which ends inside the picture
         bench.scheduler.abort("started", 0.0)
         assert bench.run([target])["target"] == answer
@@ -142,7 +142,7 @@ def test_random_arrivals_and_aborts(expected: dict[str, list[int]]) -> None:
     aborted = set()
     while left or bench.scheduler.busy:
         if left and draw.random() < 0.4:
-            bench.scheduler.add(left.pop())
+            bench.scheduler.add([left.pop()])
         if draw.random() < 0.2:
             victim = f"r{draw.randrange(16)}"
             if bench.scheduler.abort(victim, 0.0):

@@ -101,7 +101,7 @@ def test_prefix_hits_at_every_block(model: Model, requests: list[Request], expec
     cached = []
     for chunk in offsets:
         engine = bench(model, max_batched_tokens=chunk, block_size=4)
-        engine.scheduler.add(target)
+        engine.scheduler.add([target])
         engine.step()
         engine.scheduler.abort(target.request_id, 0.0)
         engine.tokens.clear()

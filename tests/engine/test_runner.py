@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from tests.engine.fakes import OUT_OF_MEMORY, FakeTower, HashModel, picture_rows, spec
-from tests.engine.setup import Bench, alone
+from tests.engine.setup import Bench, alone, piece
 from tests.requests import content_key, item, request
 from triptych.core.config import MIB
 from triptych.core.errors import Internal, InvalidRequest, Overloaded, StartupError
 from triptych.core.events import Failed
-from triptych.core.request import Stopping
-from triptych.core.step import EncodeTask, StepPlan, TokenSlice
-from triptych.engine.batch import BatchBuilder
+from triptych.core.request import Sampling, Stopping
+from triptych.core.step import EncodeTask, StepPlan
 from triptych.engine.kv_pool import allocate, count_blocks
 from triptych.engine.runner import Runner
 from triptych.models.contract import Model
@@ -29,88 +28,6 @@ def text(name: str, length: int, first: int = 10) -> object:
 def shown(name: str, *pictures: int, rows: int = 6) -> object:
     items = [item(picture, (2 + number * (rows + 1), rows)) for number, picture in enumerate(pictures)]
     return request(name, [10] * (items[-1].end + 3), items, stopping=STOPPING)
-
-
-# -- the packed batch -----------------------------------------------------------------------------
-
-
-def builder(axes: int = 1) -> BatchBuilder:
-    return BatchBuilder(spec(axes=axes), Bench(block_size=4).config)
-
-
-def piece(name: str, start: int, length: int, blocks: tuple[int, ...] = (), **more: object) -> TokenSlice:
-    options = {"table_from": 0, "rows": (), "samples": True} | more
-    return TokenSlice(name, start, length, blocks=blocks, **options)
-
-
-def test_single_tokens_come_first_and_every_token_finds_its_slot() -> None:
-    packer = builder()
-    packer.start(request("long", [10, 11, 12, 13, 14], delta=0))
-    packer.start(request("one", [20, 21, 22], delta=0))
-    slices = [piece("long", 0, 5, (7, 3)), piece("one", 2, 1, (9,))]
-    for each in slices:
-        packer.extend(each)
-    batch, order = packer.build(slices, {})
-    assert [each.request_id for each in order] == ["one", "long"]
-    assert batch.singles == 1
-    assert batch.starts == (0, 1, 6)
-    assert batch.contexts == (3, 5)
-    assert batch.token_ids.tolist() == [22, 10, 11, 12, 13, 14]
-    assert batch.positions.tolist() == [[2, 0, 1, 2, 3, 4]]
-    assert batch.slots.tolist() == [9 * 4 + 2, 28, 29, 30, 31, 12]
-    assert batch.block_tables.tolist() == [[9, 0], [7, 3]]
-    assert batch.sample_at.tolist() == [0, 5]
-    assert batch.media_at is None
-
-
-def test_positions_go_on_after_the_prompt_by_the_delta_on_every_axis() -> None:
-    packer = builder(axes=3)
-    packer.start(request("r", [10, 11, 12], axes=3, delta=-2, stopping=Stopping(max_tokens=9)))
-    packer.extend(piece("r", 0, 3, (0, 1)))
-    packer.append("r", 3, 40)
-    packer.append("r", 4, 41)
-    decode, _ = packer.build([piece("r", 4, 1, table_from=2)], {})
-    assert (decode.token_ids.tolist(), decode.positions.tolist()) == ([41], [[2], [2], [2]])
-    replay, _ = packer.build([piece("r", 1, 4, table_from=2)], {})
-    assert replay.token_ids.tolist() == [11, 12, 40, 41]
-    assert replay.positions.tolist() == [[1, 2, 1, 2]] * 3
-
-
-def test_a_new_table_forgets_the_old_one() -> None:
-    packer = builder()
-    packer.start(request("r", [10] * 9))
-    packer.extend(piece("r", 0, 9, (1, 2, 3)))
-    packer.extend(piece("r", 0, 4, (5, 6), table_from=0))
-    assert packer.blocks("r") == [5, 6]
-    packer.extend(piece("r", 4, 1, (8,), table_from=1))
-    assert packer.blocks("r") == [5, 8]
-    packer.start(request("wide", [10] * 12))
-    packer.extend(piece("wide", 0, 12, (6, 7, 9)))
-    batch, _ = packer.build([piece("r", 4, 1), piece("wide", 11, 1)], {})
-    assert batch.block_tables.tolist() == [[5, 8, 0], [6, 7, 9]]
-
-
-@pytest.mark.parametrize("start", range(12))
-@pytest.mark.parametrize("length", [1, 2, 5, 12])
-def test_rows_are_copied_by_the_mask(start: int, length: int) -> None:
-    # two runs with text between them, a framing token inside the second; rows of two pictures
-    first, second = item(1, (1, 3), (5, 3), framing=(6,)), item(2, (9, 3))
-    length = min(length, 12 - start)
-    packer = builder()
-    packer.start(request("r", [10] * 12, [first, second]))
-    names = tuple(
-        (i, each.content_key) for i, each in enumerate((first, second)) if each.overlaps(start, start + length)
-    )
-    only = piece("r", start, length, (0, 1, 2), rows=names)
-    packer.extend(only)
-    batch, _ = packer.build([only], {content_key(1): picture_rows(1, 5), content_key(2): picture_rows(2, 3)})
-    takes = {1: (1, 0), 2: (1, 1), 3: (1, 2), 5: (1, 3), 7: (1, 4), 9: (2, 0), 10: (2, 1), 11: (2, 2)}
-    expected = {at - start: row for at, row in takes.items() if start <= at < start + length}
-    if not expected:
-        assert batch.media_at is None
-        return
-    rows = [(int(row[0]), int(row[1])) for row in batch.media_rows]
-    assert dict(zip(batch.media_at.tolist(), rows, strict=True)) == expected
 
 
 # -- encoding -------------------------------------------------------------------------------------
@@ -188,7 +105,7 @@ def test_stored_rows_do_not_keep_the_whole_batch_alive() -> None:
 
     bench = Bench(tower=Batched())
     for each in (shown("a", 1), shown("b", 2)):
-        bench.scheduler.add(each)
+        bench.scheduler.add([each])
     bench.step()
     for rows in bench.runner._rows.values():
         assert rows.untyped_storage().nbytes() == rows.nbytes
@@ -223,8 +140,8 @@ def test_logits_that_are_not_numbers_fail_one_request_and_its_blocks_can_be_used
 
 def test_a_chunk_of_broken_numbers_fails_before_anybody_can_read_its_blocks() -> None:
     bench = Bench(HashModel(poison={66}), max_batched_tokens=16)
-    bench.scheduler.add(text("bad", 40, first=66))
-    bench.scheduler.add(text("good", 40))
+    bench.scheduler.add([text("bad", 40, first=66)])
+    bench.scheduler.add([text("good", 40)])
     bench.step()
     assert isinstance(bench.ends["bad"], Failed)
     assert all(torch.isfinite(storage).all() for storage in (*bench.kv.keys, *bench.kv.values))
@@ -280,7 +197,7 @@ def test_a_lost_device_is_passed_on(place: str) -> None:
 
     bench = Bench()
     setattr(*{"tower": (bench.tower, "encode"), "model": (bench.model, "forward")}[place], lost)
-    bench.scheduler.add(shown("a", 1))
+    bench.scheduler.add([shown("a", 1)])
     with pytest.raises(torch.AcceleratorError):
         bench.step()
 
@@ -306,6 +223,43 @@ def test_an_encode_without_tokens_is_stored() -> None:
     bench = Bench()
     result = bench.runner.run(StepPlan(starts=(shown("a", 1),), encode=(EncodeTask("a", 0, content_key(1)),)))
     assert result.encoded == (content_key(1),)
+
+
+@pytest.mark.parametrize("picture", [(2, 20), (18, 30), (30, 12), (40, 5)], ids=str)
+def test_an_answer_begins_behind_blocks_that_another_request_computed(picture: tuple[int, int]) -> None:
+    # a prompt of 50 tokens in blocks of 16: one follower shares three of them and computes a tail of two tokens again,
+    # the other shares two, and there are rows of the picture in its tail
+    bench = Bench()
+    sampling = Sampling(seed=5, temperature=2)
+    leader, *followers = (
+        request(name, [10 + n for n in range(50)], [item(7, picture)], sampling=sampling, stopping=STOPPING)
+        for name in ("leader", "late", "early")
+    )
+    expected = alone(leader)
+    rows = ((0, content_key(7)),)
+    first = StepPlan(
+        starts=(leader,),
+        encode=(EncodeTask("leader", 0, content_key(7)),),
+        tokens=(piece("leader", 0, 50, (4, 9, 2, 7), rows=rows),),
+    )
+    assert bench.runner.run(first).sampled == {"leader": expected[0]}
+    late = piece("late", 48, 2, (4, 9, 2, 11))
+    early = piece("early", 32, 18, (4, 9, 12, 13), rows=rows if sum(picture) > 32 else ())
+    found: dict[str, list[int]] = {"leader": [expected[0]], "late": [], "early": []}
+    plan = StepPlan(starts=tuple(followers), tokens=(piece("leader", 50, 1, table_from=4), late, early))
+    for step in range(3):
+        result = bench.runner.run(plan)
+        assert not result.failures
+        for name, token in result.sampled.items():
+            found[name].append(token)
+        plan = StepPlan(
+            tokens=(
+                piece("leader", 51 + step, 1, table_from=4),
+                piece("late", 50 + step, 1, table_from=4),
+                piece("early", 50 + step, 1, table_from=4),
+            )
+        )
+    assert found == {"leader": expected, "late": expected[:3], "early": expected[:3]}
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from triptych.cli.assemble import LoadedModel, aggregated, load
 from triptych.cli.flags import DEMO
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
-from triptych.core.events import Failed, Finished, Tokens
+from triptych.core.events import Failed, Finished, Prompt, Tokens, is_terminal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import GenerateRequest
     from triptych.roles.aggregated import Aggregated
 
@@ -41,28 +42,54 @@ async def running(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
 
 
 class Answered(NamedTuple):
-    """One whole answer."""
+    """One whole answer; of several outputs, one of them."""
 
     token_ids: tuple[int, ...]
     text: str
     end: Finished | Failed
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: Prompt | None = None
 
 
 async def ask(role: Aggregated, request: GenerateRequest) -> Answered:
-    """Run one request to its end."""
+    """Run one request with one output to its end."""
+    (answered,) = await ask_all(role, request)
+    return answered
+
+
+async def ask_all(role: Aggregated, request: GenerateRequest) -> list[Answered]:
+    """Run one request to its end; its outputs in order. The last event holds for all that had not ended before."""
     answer = await role.accept(request)
+    token_ids: list[list[int]] = [[] for _ in range(request.num_sequences)]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in token_ids]
+    texts = [""] * len(token_ids)
+    ends: list[Finished | Failed | None] = [None] * len(token_ids)
+    prompt: Prompt | None = None
     try:
-        token_ids: list[int] = []
-        text = ""
-        end: Finished | Failed | None = None
+        terminal = False
         async for event in answer:
-            if isinstance(event, Tokens):
-                token_ids += event.token_ids
-                text += event.text
-            else:
-                assert end is None
-                end = event
-        assert end is not None
-        return Answered(tuple(token_ids), text, end)
+            assert not terminal
+            terminal = is_terminal(event)
+            match event:
+                case Prompt():
+                    assert prompt is None
+                    assert not any(token_ids)
+                    prompt = event
+                case Tokens(output_index=index):
+                    assert ends[index] is None
+                    token_ids[index] += event.token_ids
+                    logprobs[index] += event.logprobs
+                    texts[index] += event.text
+                case Finished(output_index=index):
+                    assert ends[index] is None
+                    ends[index] = event
+                case Failed():
+                    ends = [end or event for end in ends]
+        assert terminal
+        return [
+            Answered(tuple(ids), text, end, tuple(numbers), prompt)
+            for ids, text, end, numbers in zip(token_ids, texts, ends, logprobs, strict=True)
+            if end is not None
+        ]
     finally:
         await answer.aclose()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from triptych.core.errors import DuplicateRequest, RequestNotFound, TriptychError
+from triptych.core.errors import AdapterConflict, AdapterNotFound, DuplicateRequest, RequestNotFound, TriptychError
 from triptych.core.events import Event, Finished, FinishReason, Span, Tokens, Usage
 from triptych.core.media import Modality
 from triptych.roles.contract import (
@@ -22,10 +22,13 @@ from triptych.roles.contract import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from triptych.core.adapter import AdapterInfo
+    from triptych.core.kv_events import KvBatch
     from triptych.core.request import GenerateRequest
 
 Step = Event | BaseException | asyncio.Event
 """An event to send, an error to raise, or something to wait for."""
+Item = TypeVar("Item")
 
 SPANS = (Span("prefill", 1.5e9, 1.5e9 + 1), Span("decode", 1.5e9 + 1, 1.5e9 + 2))
 
@@ -40,22 +43,15 @@ def answer(request: GenerateRequest) -> list[Step]:
     ]
 
 
-class ScriptedAnswer:
-    """Plays its script; remembers whether and how it was closed."""
+class Player(Generic[Item]):
+    """Plays a script."""
 
-    def __init__(self, script: Iterable[Step], close: Callable[[], None]) -> None:
+    def __init__(self, script: Iterable[Item | BaseException | asyncio.Event]) -> None:
         self._script = iter(script)
-        self._close = close
-        self.closed = asyncio.Event()
         self.waiting = asyncio.Event()
-        self.close_begun = asyncio.Event()
-        self.closing: asyncio.Event | None = None
-        """Set by a test to make cleanup wait."""
+        self.closed = asyncio.Event()
 
-    def __aiter__(self) -> ScriptedAnswer:
-        return self
-
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Item:
         for step in self._script:
             if isinstance(step, asyncio.Event):
                 self.waiting.set()
@@ -66,6 +62,21 @@ class ScriptedAnswer:
                 return step
         raise StopAsyncIteration
 
+
+class ScriptedAnswer(Player[Event]):
+    """Remembers whether and how it was closed."""
+
+    def __init__(self, script: Iterable[Step], close: Callable[[], None]) -> None:
+        super().__init__(script)
+        self._close = close
+        self.close_begun = asyncio.Event()
+        self.closing: asyncio.Event | None = None
+        """Set by a test to make cleanup wait."""
+        self.token_text: Callable[[int], str] | None = None
+
+    def __aiter__(self) -> ScriptedAnswer:
+        return self
+
     async def aclose(self) -> None:
         self.close_begun.set()
         if self.closing is not None:
@@ -75,9 +86,17 @@ class ScriptedAnswer:
             self._close()
 
 
+class ScriptedSubscription(Player["KvBatch"]):
+    def __aiter__(self) -> ScriptedSubscription:
+        return self
+
+    def close(self) -> None:
+        self.closed.set()
+
+
 @dataclass
 class ScriptedRole:
-    """Implements ``Role``. ``script`` says what a request's answer is, ``refusal`` refuses every request."""
+    """Implements ``Role``. ``script`` says what an answer is, ``refusal`` refuses requests and subscriptions."""
 
     script: Callable[[GenerateRequest], Iterable[Step]] = answer
     refusal: BaseException | None = None
@@ -91,6 +110,14 @@ class ScriptedRole:
     """Whether ``accept`` waits until it is cancelled."""
     deciding: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    token_text: Callable[[int], str] | None = None
+    description: dict[str, Any] = field(default_factory=dict)
+    """What differs from the usual engine."""
+    loras: list[AdapterInfo] = field(default_factory=list)
+    kv_script: Callable[[], Iterable[KvBatch | BaseException | asyncio.Event]] = tuple
+    asked_kv: list[tuple[bool, int]] = field(default_factory=list)
+    """Snapshot and start of every subscription."""
+    subscriptions: list[ScriptedSubscription] = field(default_factory=list)
 
     @property
     def model(self) -> ModelDescription:
@@ -106,7 +133,7 @@ class ScriptedRole:
 
     @property
     def engine(self) -> EngineDescription:
-        return EngineDescription(
+        usual = EngineDescription(
             role=RoleName.AGGREGATED,
             instance_id="instance-1",
             device="cpu",
@@ -115,7 +142,13 @@ class ScriptedRole:
             num_blocks=100,
             max_running_requests=8,
             max_batched_tokens=512,
+            max_num_sequences=8,
+            guided=True,
+            max_loras=2,
+            kv_event_buffer=10,
+            kv_event_heartbeat=1.5,
         )
+        return replace(usual, **self.description)
 
     async def accept(self, request: GenerateRequest) -> ScriptedAnswer:
         self.requests.append(request)
@@ -131,6 +164,7 @@ class ScriptedRole:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
         self.live.add(request.request_id)
         self.answers.append(ScriptedAnswer(self.script(request), lambda: self._close(request.request_id)))
+        self.answers[-1].token_text = self.token_text if request.detokenize else None
         return self.answers[-1]
 
     def _close(self, request_id: str) -> None:
@@ -146,6 +180,31 @@ class ScriptedRole:
 
     async def abort_all(self) -> int:
         return len(self.live)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self.loras)
+
+    async def load_adapter(self, info: AdapterInfo) -> bool:
+        if info in self.loras:
+            return True
+        if any(known.name == info.name or known.lora_id == info.lora_id for known in self.loras):
+            raise AdapterConflict(f"adapter {info.name!r} or number {info.lora_id} is another one")
+        self.loras.append(info)
+        return False
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        for info in self.loras:
+            if info.name == name:
+                self.loras.remove(info)
+                return info
+        raise AdapterNotFound(f"no adapter {name!r} is loaded")
+
+    def subscribe_kv(self, *, snapshot: bool, start: int) -> ScriptedSubscription:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked_kv.append((snapshot, start))
+        self.subscriptions.append(ScriptedSubscription(self.kv_script()))
+        return self.subscriptions[-1]
 
     def load(self) -> Load:
         return Load(

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 
 from tests.rpc.scripted_role import SPANS, ScriptedRole, answer
@@ -28,14 +27,13 @@ from triptych.core.errors import (
 from triptych.core.events import Failed, Finished, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest
-from triptych.wire.channel import LARGE_REQUEST, EngineChannel
-from triptych.wire.gen import error_pb2, generation_pb2, openengine_pb2_grpc
+from triptych.wire.channel import EngineChannel
+from triptych.wire.gen import error_pb2, generation_pb2
+from triptych.wire.limits import LARGE_MESSAGE
 from triptych.wire.status import TransientFailure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from tests.rpc.conftest import Serve
+    from tests.rpc.conftest import Foreign, Serve
 
 SECONDS = 20.0
 REQUEST = GenerateRequest("r", "scripted", "hi")
@@ -97,7 +95,7 @@ async def test_a_failure_after_a_delta_is_an_event(serve: Serve, error: Triptych
 
 async def test_a_request_too_large_for_the_event_loop_arrives_whole(serve: Serve) -> None:
     served = await serve()
-    media = tuple(MediaItem(Modality.IMAGE, RawBytes(bytes([number]) * LARGE_REQUEST)) for number in range(3))
+    media = tuple(MediaItem(Modality.IMAGE, RawBytes(bytes([number]) * LARGE_MESSAGE)) for number in range(3))
     request = replace(REQUEST, media=media)
     assert [type(event) async for event in await served.channel.generate(request)] == [Tokens, Tokens, Finished]
     assert served.role.requests == [request]
@@ -168,49 +166,17 @@ async def test_nobody_listens() -> None:
     await channel.close()
 
 
-class Foreign(openengine_pb2_grpc.InferenceServicer):
-    """Another engine, which sends what the test says."""
-
-    def __init__(self, messages: list[generation_pb2.GenerateResponse]) -> None:
-        self._messages = messages
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # noqa: N802
-        for message in self._messages:
-            yield message
-        if any(message.HasField("finished") for message in self._messages):
-            await asyncio.Event().wait()  # leaves the stream open
-
-
-@pytest.fixture
-async def foreign() -> AsyncIterator[Callable[..., Any]]:
-    servers = []
-
-    async def start(*messages: generation_pb2.GenerateResponse) -> EngineChannel:
-        server = grpc.aio.server()
-        openengine_pb2_grpc.add_InferenceServicer_to_server(Foreign(list(messages)), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        channel = EngineChannel(f"127.0.0.1:{port}")
-        servers.append((server, channel))
-        return channel
-
-    yield start
-    for server, channel in servers:
-        await channel.close()
-        await server.stop(None)
-
-
 def token(text: str) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(request_id="r", token=generation_pb2.TokenOutput(output_index=0, text=text))
 
 
-async def test_an_engine_that_stops_without_a_terminal_event_is_unavailable(foreign: Callable[..., Any]) -> None:
+async def test_an_engine_that_stops_without_a_terminal_event_is_unavailable(foreign: Foreign) -> None:
     channel = await foreign()
     with pytest.raises(Draining, match="without a terminal event"):
         await channel.generate(REQUEST)
 
 
-async def test_an_engine_that_stops_half_way_fails_the_answer(foreign: Callable[..., Any]) -> None:
+async def test_an_engine_that_stops_half_way_fails_the_answer(foreign: Foreign) -> None:
     channel = await foreign(token("a"))
     events = [event async for event in await channel.generate(REQUEST)]
     assert [type(event) for event in events] == [Tokens, Failed]
@@ -218,14 +184,14 @@ async def test_an_engine_that_stops_half_way_fails_the_answer(foreign: Callable[
     assert events[1].error.retryable
 
 
-async def test_an_engine_that_breaks_the_contract_fails_the_answer(foreign: Callable[..., Any]) -> None:
+async def test_an_engine_that_breaks_the_contract_fails_the_answer(foreign: Foreign) -> None:
     channel = await foreign(token("a"), generation_pb2.GenerateResponse(request_id="r"))
     events = [event async for event in await channel.generate(REQUEST)]
     assert isinstance(events[-1], Failed)
     assert type(events[-1].error) is Internal
 
 
-async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: Callable[..., Any]) -> None:
+async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: Foreign) -> None:
     error = error_pb2.EngineError(code=error_pb2.ERROR_CODE_KV_TRANSFER_FAILED, message="lost", retryable=True)
     channel = await foreign(generation_pb2.GenerateResponse(request_id="r", error=error))
     with pytest.raises(TransientFailure, match="lost") as caught:
@@ -233,7 +199,7 @@ async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: C
     assert caught.value.retryable
 
 
-async def test_a_stream_left_open_behind_its_end_does_not_hold_the_caller(foreign: Callable[..., Any]) -> None:
+async def test_a_stream_left_open_behind_its_end_does_not_hold_the_caller(foreign: Foreign) -> None:
     end = generation_pb2.GenerateResponse(
         request_id="r",
         finished=generation_pb2.GenerationFinished(output_index=0, reason=generation_pb2.FINISH_REASON_LENGTH),

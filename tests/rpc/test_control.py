@@ -59,7 +59,19 @@ async def test_server_info(serve: Serve) -> None:
     assert not info.kv_connector.enabled
     assert (info.capacity.kv_block_size, info.capacity.total_kv_blocks) == (16, 100)
     assert (info.capacity.max_running_requests, info.capacity.max_batched_tokens) == (8, 512)
+    assert info.capacity.max_loras == 2
+    assert info.kv_connector.HasField("supports_abort_cleanup")
+    assert not info.kv_connector.supports_abort_cleanup
+    assert dict(info.extra) == {"device": "cpu", "dtype": "float32", "kv_event_heartbeat_interval_ms": 1500.0}
+
+
+async def test_server_info_of_an_engine_without_adapters_and_events(serve: Serve) -> None:
+    served = await serve(ScriptedRole(description={"max_loras": 0, "kv_event_buffer": 0}))
+    info = await served.control.GetServerInfo(server_pb2.GetServerInfoRequest())
+    assert info.capacity.HasField("max_loras")
+    assert info.capacity.max_loras == 0
     assert dict(info.extra) == {"device": "cpu", "dtype": "float32"}
+    assert not (await model_info(served)).supports_lora
 
 
 @pytest.mark.parametrize("name", ["scripted", "/models/scripted"])
@@ -100,7 +112,8 @@ async def test_load(serve: Serve) -> None:
     assert (load.used_kv_blocks, load.total_kv_blocks) == (3, 100)
     assert (load.running_tokens, load.waiting_tokens) == (40, 50)
     assert (load.prefill_batch_size, load.decode_batch_size) == (1, 0)
-    assert not load.HasField("active_kv_sessions")
+    assert load.HasField("active_kv_sessions")
+    assert load.active_kv_sessions == 0
     assert len(load.ranks) == 0
 
 
@@ -188,27 +201,107 @@ async def test_abort_of_other_targets(serve: Serve, target: dict[str, Any], stat
     assert await refused(served.control.Abort(lifecycle_pb2.AbortRequest(**target))) is status
 
 
-UNOFFERED = {
-    "LoadLora": lora_pb2.LoadLoraRequest(),
-    "UnloadLora": lora_pb2.UnloadLoraRequest(),
+@pytest.mark.parametrize(
+    ("rpc", "request_"),
+    [
+        ("TransferEncoderCache", encoder_pb2.TransferEncoderCacheRequest()),
+        ("Shutdown", lifecycle_pb2.ShutdownRequest(expected_instance_id="instance-1")),  # nobody was given to be called
+    ],
+)
+async def test_what_is_not_offered_is_unimplemented(serve: Serve, rpc: str, request_: Any) -> None:
+    served = await serve()
+    assert await refused(getattr(served.control, rpc)(request_)) is grpc.StatusCode.UNIMPLEMENTED
+
+
+CALLS: dict[str, Any] = {
+    "GetServerInfo": server_pb2.GetServerInfoRequest(),
+    "GetModelInfo": model_pb2.GetModelInfoRequest(model="scripted"),
+    "GetLoad": server_pb2.GetLoadRequest(),
+    "Health": lifecycle_pb2.HealthRequest(),
+    "Abort": lifecycle_pb2.AbortRequest(all_requests=lifecycle_pb2.AllRequests()),
+    "LoadLora": lora_pb2.LoadLoraRequest(adapter={"lora_id": 1, "lora_name": "a", "source_path": "/a"}),
+    "UnloadLora": lora_pb2.UnloadLoraRequest(lora_name="a"),
     "ListLoras": lora_pb2.ListLorasRequest(),
     "GetKvEventSources": kv_pb2.GetKvEventSourcesRequest(),
     "SubscribeKvEvents": kv_pb2.SubscribeKvEventsRequest(),
     "TransferEncoderCache": encoder_pb2.TransferEncoderCacheRequest(),
-    "Shutdown": lifecycle_pb2.ShutdownRequest(),
+    "Shutdown": lifecycle_pb2.ShutdownRequest(expected_instance_id="instance-1"),
 }
-
-
-@pytest.mark.parametrize("rpc", sorted(UNOFFERED))
-async def test_what_is_not_offered_is_unimplemented(serve: Serve, rpc: str) -> None:
-    served = await serve()
-    call = getattr(served.control, rpc)(UNOFFERED[rpc])
-    assert await refused(call.read() if rpc == "SubscribeKvEvents" else call) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_every_rpc_of_the_contract_is_covered() -> None:
     methods = openengine_pb2.DESCRIPTOR.services_by_name["Control"].methods_by_name.keys()
-    assert set(methods) == {"GetServerInfo", "GetModelInfo", "GetLoad", "Health", "Abort", *UNOFFERED}
+    assert set(methods) == CALLS.keys()
+
+
+async def test_trace_context_is_checked_on_every_call_and_routing_keys_are_not(serve: Serve) -> None:
+    served = await serve(on_shutdown=lambda grace: True)
+    for rpc, request in CALLS.items():
+        call = getattr(served.control, rpc)(request, metadata=(("traceparent", "x"),))
+        code = await refused(call.read() if rpc == "SubscribeKvEvents" else call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, rpc
+    await served.control.Health(CALLS["Health"], metadata=(("openengine-priority", "high"),))
+
+
+NO_MESSAGE = [b"\xff\xff\xff", b"\x0a\x01\xff"]
+"""The second is well-formed but for its text, which is no UTF-8."""
+
+
+@pytest.mark.parametrize("rpc", sorted(CALLS))
+async def test_bytes_that_are_no_message_are_refused(serve: Serve, rpc: str) -> None:
+    served = await serve()
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        if rpc == "SubscribeKvEvents":
+            call = channel.unary_stream(f"/openengine.v1.Control/{rpc}")(NO_MESSAGE[0]).read()
+        else:
+            call = channel.unary_unary(f"/openengine.v1.Control/{rpc}")(NO_MESSAGE[0])
+        assert await refused(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("data", NO_MESSAGE)
+async def test_an_abort_that_is_no_message_is_refused(serve: Serve, data: bytes) -> None:
+    served = await serve()
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        call = channel.unary_unary("/openengine.v1.Control/Abort")(data)
+        assert await refused(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_no_control_request_is_large(serve: Serve) -> None:
+    served = await serve()
+    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 5_000_000))
+    assert await refused(call) is grpc.StatusCode.INVALID_ARGUMENT
+    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 4_000_000))
+    assert await refused(call) is grpc.StatusCode.NOT_FOUND
+
+
+async def shutdown(served: Served, instance: str, **fields: Any) -> int:
+    request = lifecycle_pb2.ShutdownRequest(expected_instance_id=instance, **fields)
+    return int((await served.control.Shutdown(request)).status)
+
+
+async def test_shutdown_of_this_instance_starts_once(serve: Serve) -> None:
+    asked: list[float | None] = []
+
+    def on_shutdown(grace: float | None) -> bool:
+        asked.append(grace)
+        return len(asked) == 1
+
+    served = await serve(on_shutdown=on_shutdown)
+    assert await shutdown(served, "instance-1", grace_period_ms=1500) == lifecycle_pb2.SHUTDOWN_STATUS_STARTED
+    assert await shutdown(served, "instance-1") == lifecycle_pb2.SHUTDOWN_STATUS_ALREADY_IN_PROGRESS
+    assert await shutdown(served, "instance-1", grace_period_ms=0) == lifecycle_pb2.SHUTDOWN_STATUS_ALREADY_IN_PROGRESS
+    assert asked == [1.5, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("instance", "status"),
+    [("", grpc.StatusCode.INVALID_ARGUMENT), ("instance-0", grpc.StatusCode.FAILED_PRECONDITION)],
+)
+async def test_shutdown_of_another_instance_is_refused(serve: Serve, instance: str, status: grpc.StatusCode) -> None:
+    asked: list[float | None] = []
+    served = await serve(on_shutdown=lambda grace: bool(asked.append(grace)))  # type: ignore[func-returns-value]
+    assert await refused(shutdown(served, instance)) is status
+    assert asked == []
 
 
 async def test_an_unexpected_error_is_internal(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -219,14 +312,6 @@ async def test_an_unexpected_error_is_internal(serve: Serve, caplog: pytest.LogC
     served = await serve(Broken())
     assert await refused(served.control.GetLoad(server_pb2.GetLoadRequest())) is grpc.StatusCode.INTERNAL
     assert "secret" in caplog.text
-
-
-async def test_trace_context_is_checked_on_every_call_and_routing_keys_are_not(serve: Serve) -> None:
-    served = await serve()
-    request = lifecycle_pb2.HealthRequest()
-    code = await refused(served.control.Health(request, metadata=(("traceparent", "x"),)))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    await served.control.Health(request, metadata=(("openengine-priority", "5"),))
 
 
 async def accepts(served: Served, **fields: Any) -> bool:
@@ -261,13 +346,32 @@ async def test_every_flag_says_what_is_accepted(serve: Serve) -> None:
         "media": (info.supports_multimodal, {"media": [{"raw_bytes": b"x"}]}),
         "media options": (multimodal.supports_per_request_media_options, {"media_options": options}),
         "one sequence": (generation.max_num_sequences >= 1, {"sampling": {"num_sequences": 1}}),
-        "two sequences": (generation.max_num_sequences >= 2, {"sampling": {"num_sequences": 2}}),
+        "several sequences": (generation.max_num_sequences >= 8, {"sampling": {"num_sequences": 8}}),
+        "session": (False, {"kv": {"session": {}}}),
         "encoder": (info.HasField("encoder"), {"encoder": {}}),
     }
     outcomes = await asyncio.gather(
         *(accepts(served, request_id=name, **fields) for name, (_, fields) in flags.items())
     )
     assert dict(zip(flags, outcomes, strict=True)) == {name: flag for name, (flag, _) in flags.items()}
+
+
+async def test_modes_and_limits_of_generation(serve: Serve) -> None:
+    generation = (await model_info(await serve())).generation
+    for capabilities in (generation.prompt_logprobs, generation.output_logprobs):
+        assert sorted(capabilities.candidate_selection_modes) == [1, 2, 3]
+        assert capabilities.max_top_n == 128
+    assert sorted(generation.guided_decoding.modes) == [1, 2, 3, 4, 5, 6]
+    assert generation.max_num_sequences == 8
+
+
+async def test_without_its_library_guided_decoding_is_not_advertised(serve: Serve) -> None:
+    served = await serve(ScriptedRole(description={"guided": False, "max_num_sequences": 1}))
+    generation = (await model_info(served)).generation
+    assert generation.guided_decoding.HasField("supported")
+    assert not generation.guided_decoding.supported
+    assert list(generation.guided_decoding.modes) == []
+    assert generation.max_num_sequences == 1
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,11 @@ async def test_an_unexpected_refusal_is_internal_and_logged(
         ({"prompt": None}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"prompt": None, "token_ids": {"ids": [1] * 4097}}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"sampling": {"temperature": -1.0}}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"sampling": {"num_sequences": 2}}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"lora_name": "a"}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"sampling": {"num_sequences": 0}}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"response": {"output_candidates": {"top_n": 1}}}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"guided": {"regex": ""}}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"guided": {"regex": "a", "backend": "other"}}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"kv": {"session": {}}}, grpc.StatusCode.UNIMPLEMENTED),
         ({"media": [{}]}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
@@ -171,7 +174,6 @@ async def test_a_live_id_is_taken_and_free_again_after_the_stream(serve: Serve) 
         ([("openengine-target-dp-rank", "1")], grpc.StatusCode.INVALID_ARGUMENT),
         ([("openengine-priority", "high")], grpc.StatusCode.INVALID_ARGUMENT),
         ([("openengine-priority", "2147483648")], grpc.StatusCode.INVALID_ARGUMENT),
-        ([("openengine-priority", "-1")], grpc.StatusCode.UNIMPLEMENTED),
         ([("openengine-new-key", "a"), ("openengine-new-key", "a")], grpc.StatusCode.INVALID_ARGUMENT),
         ([("traceparent", "00-zz-11-01")], grpc.StatusCode.INVALID_ARGUMENT),
         ([("traceparent", f"00-{'0' * 32}-{'1' * 16}-01")], grpc.StatusCode.INVALID_ARGUMENT),
@@ -190,7 +192,7 @@ async def test_bad_metadata_is_refused(serve: Serve, metadata: list[tuple[str, s
 @pytest.mark.parametrize(
     "metadata",
     [
-        [("openengine-routing-key", "any thing"), ("openengine-target-dp-rank", "0"), ("openengine-priority", "0")],
+        [("openengine-routing-key", "any thing"), ("openengine-target-dp-rank", "0"), ("openengine-priority", "-7")],
         [("openengine-new-key", "a")],
         [("traceparent", f"00-{'1' * 32}-{'1' * 16}-01"), ("tracestate", "a=1")],
         [("traceparent", f"01-{'1' * 32}-{'1' * 16}-01-more")],
@@ -200,6 +202,7 @@ async def test_bad_metadata_is_refused(serve: Serve, metadata: list[tuple[str, s
 async def test_good_metadata_is_accepted(serve: Serve, metadata: list[tuple[str, str]]) -> None:
     served = await serve()
     assert len(await read_all(served.generate(metadata=metadata))) == 3
+    assert served.role.requests[0].priority == int(dict(metadata).get("openengine-priority", "0"))
 
 
 def broken(steps: list[Step]) -> ScriptedRole:
@@ -345,11 +348,12 @@ async def test_a_message_above_64_mib_is_refused_and_the_server_goes_on(serve: S
     assert len(await read_all(served.generate())) == 3
 
 
-async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(serve: Serve) -> None:
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x01\xff"])
+async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(serve: Serve, data: bytes) -> None:
     served = await serve()
     async with grpc.aio.insecure_channel(served.address) as channel:
         method = channel.unary_stream("/openengine.v1.Inference/Generate", request_serializer=bytes)
-        code, message = await status_of(method(b"\xff\xff\xff"))
+        code, message = await status_of(method(data))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message == "the bytes are no GenerateRequest"
     assert served.role.requests == []

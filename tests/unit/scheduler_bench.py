@@ -25,15 +25,15 @@ ROOMY = SchedulerConfig(
 class Bench:
     """A scheduler with a simulated runner and what was heard."""
 
-    def __init__(self, **changes: int) -> None:
+    def __init__(self, *, kv_changes: bool = False, **changes: float) -> None:
         self.config = dataclasses.replace(ROOMY, **changes)
-        self.scheduler = Scheduler(self.config, ROW_BYTES)
+        self.scheduler = Scheduler(self.config, ROW_BYTES, kv_changes=kv_changes)
         self.runner = SimulatedRunner(self.config)
         self.heard = Heard()
 
     def add(self, *requests: object) -> None:
         for each in requests:
-            self.scheduler.add(each)
+            self.scheduler.add([each])
 
     def step(self, now: float = 0.0) -> object:
         return step(self.scheduler, self.runner, self.heard, now)
@@ -41,6 +41,11 @@ class Bench:
     def lengths(self) -> dict[str, int]:
         """What one more step computes."""
         return {piece.request_id: piece.length for piece in self.step().tokens}
+
+    def computed_prompt_tokens(self, length: int) -> int:
+        """What was computed so far of prompts of this length."""
+        pieces = [piece for plan in self.runner.plans for piece in plan.tokens]
+        return sum(max(min(piece.start + piece.length, length) - piece.start, 0) for piece in pieces)
 
     def run(self) -> int:
         return run_all(self.scheduler, self.runner, self.heard)

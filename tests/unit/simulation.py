@@ -1,7 +1,8 @@
 """A runner without tensors, for the scheduler's tests: obeys plans to the letter and checks them on the way.
 
-A slot holds what its token was: id, index and, for media, picture and row. The next token is a hash of all
-slots of the sequence read through its block table, so a wrong block or a missing row shows in the tokens.
+A slot holds what its token was: id, index, adapter and, for media, picture and row. The next token is a hash of the
+seed and of all slots of the sequence read through its block table, so a wrong block or a missing row shows in the
+tokens. Log probabilities are such hashes too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from tests.requests import EOS
 from triptych.core.errors import Internal
-from triptych.core.events import Finished, Tokens
+from triptych.core.events import Finished, Prompt, Tokens
+from triptych.core.kv_events import BlockRemoved, BlockStored
+from triptych.core.logprobs import TokenLogprob
 from triptych.core.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -20,30 +23,49 @@ if TYPE_CHECKING:
 
     from triptych.core.config import SchedulerConfig
     from triptych.core.events import Event
+    from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
+    from triptych.core.step import TokenSlice
     from triptych.engine.scheduler import Scheduler
 
-Entry = tuple[int, int, bytes, int]
-"""(token id, index, content key or nothing, row number)."""
+Entry = tuple[int, int, bytes, int, int]
+"""(token id, index, content key or nothing, row number, adapter's id or 0)."""
 ROW_BYTES = 1
 
 
 def entries(request: Request) -> list[Entry]:
     """What the slots of the prompt must hold."""
-    found: list[Entry] = [(int(token), index, b"", 0) for index, token in enumerate(request.plan.token_ids)]
+    lora = _lora(request)
+    found: list[Entry] = [(int(token), index, b"", 0, lora) for index, token in enumerate(request.plan.token_ids)]
     for layout in request.plan.items:
         row = 0
         for run in layout.runs:
             for index in range(run.start, run.end):
                 if index not in layout.framing:
-                    found[index] = (0, index, layout.content_key, row)
+                    found[index] = (0, index, layout.content_key, row, lora)
                     row += 1
     return found
 
 
-def next_token(history: list[Entry]) -> int:
+def _lora(request: Request) -> int:
+    return request.adapter.info.lora_id if request.adapter else 0
+
+
+def next_token(request: Request, history: list[Entry]) -> int:
     """2 (eos) to 40."""
-    return zlib.crc32(repr(history).encode()) % 39 + 2
+    return zlib.crc32(repr((request.sampling.seed, history)).encode()) % 39 + 2
+
+
+def logprob(history: list[Entry], token: int) -> float:
+    """Of ``token`` after ``history``, whoever asks."""
+    return -(zlib.crc32(repr((token, history)).encode()) % 10_000) / 1000
+
+
+def prompt_logprobs(request: Request) -> list[float | None]:
+    """What a request that asked for them hears of its prompt."""
+    history, start = entries(request), max(request.logprobs.prompt_start, 1)
+    tokens = request.plan.token_ids.tolist()
+    return [None] * start + [logprob(history[:index], tokens[index]) for index in range(start, len(history))]
 
 
 def answer_alone(request: Request, context: int) -> list[int]:
@@ -52,11 +74,12 @@ def answer_alone(request: Request, context: int) -> list[int]:
     tokens: list[int] = []
     limit = min(request.stopping.max_tokens, context - len(history))
     while len(tokens) < limit:
-        token = next_token(history)
+        token = next_token(request, history)
         tokens.append(token)
-        if token == EOS and len(tokens) > request.stopping.min_tokens and not request.stopping.ignore_eos:
+        counts = len(tokens) > request.stopping.min_tokens and not request.stopping.ignore_eos
+        if token == EOS and (counts or request.grammar is not None):
             break
-        history.append((token, len(history), b"", 0))
+        history.append((token, len(history), b"", 0, _lora(request)))
     return tokens
 
 
@@ -68,6 +91,8 @@ class SimulatedRunner:
     bad_requests: set[str] = field(default_factory=set)
     """Requests whose next slice fails."""
     plans: list[StepPlan] = field(default_factory=list)
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Those that have state here."""
     slots: dict[tuple[int, int], Entry] = field(default_factory=dict)
     rows: dict[bytes, int] = field(default_factory=dict)
     known: dict[str, list[Entry]] = field(default_factory=dict)
@@ -76,28 +101,27 @@ class SimulatedRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         for request_id in plan.ends:
-            del self.known[request_id], self.tables[request_id]
+            del self.known[request_id], self.tables[request_id], self.requests[request_id]
         for key in plan.evictions:
             del self.rows[key]
         for request in plan.starts:
             assert request.request_id not in self.known
+            self.requests[request.request_id] = request
             self.known[request.request_id] = entries(request)
             self.tables[request.request_id] = []
         self._check_budgets(plan)
         encoded, failures = self._encode(plan)
-        sampled = {}
+        result = StepResult({}, tuple(encoded), {}, {}, failures, 0.25 * len(encoded))
         for piece in plan.tokens:
             if piece.request_id in self.bad_requests:
                 failures.setdefault(piece.request_id, Internal("broken on purpose"))
             if piece.request_id not in failures:
-                token = self._compute(piece)
-                if token is not None:
-                    sampled[piece.request_id] = token
-        return StepResult(sampled, tuple(encoded), failures, 0.25 * len(encoded), 0.0)
+                self._compute(piece, result)
+        return result
 
     def _check_budgets(self, plan: StepPlan) -> None:
         assert sum(piece.length for piece in plan.tokens) <= self.config.max_batched_tokens
-        assert len(self.known) <= self.config.max_running_requests
+        assert len(plan.tokens) <= self.config.max_running_requests
         assert len({piece.request_id for piece in plan.tokens}) == len(plan.tokens)
         assert len(plan.encode) <= self.config.encoder_items
         requests = {task.request_id for task in plan.encode}
@@ -116,7 +140,7 @@ class SimulatedRunner:
         assert sum(self.rows.values()) * ROW_BYTES <= self.config.encoder_cache_bytes
         return encoded, failures
 
-    def _compute(self, piece: object) -> int | None:
+    def _compute(self, piece: TokenSlice, result: StepResult) -> None:
         table, known = self.tables[piece.request_id], self.known[piece.request_id]
         del table[piece.table_from :]
         assert len(table) == piece.table_from
@@ -126,18 +150,24 @@ class SimulatedRunner:
         for index in range(piece.start, piece.start + piece.length):
             key = known[index][2]
             if key and (key not in self.rows or key not in given):
-                return None if self.bad_pictures else self._missing(key)
+                assert self.bad_pictures, f"rows of {key.hex()} are read but not there"
+                return
             self.slots[table[index // size], index % size] = known[index]
         end = piece.start + piece.length
         assert piece.samples == (end == len(known))
-        if not piece.samples:
-            return None
-        token = next_token([self.slots[table[index // size], index % size] for index in range(end)])
-        known.append((token, end, b"", 0))
-        return token
-
-    def _missing(self, key: bytes) -> None:
-        raise AssertionError(f"rows of {key.hex()} are read but not there")
+        history = [self.slots[table[index // size], index % size] for index in range(end)]
+        request = self.requests[piece.request_id]
+        if request.logprobs.prompt:
+            tokens = request.plan.token_ids.tolist()
+            due = range(max(piece.start + 1, request.logprobs.prompt_start), min(end + 1, len(tokens)))
+            result.prompt_logprobs[piece.request_id] = tuple(
+                TokenLogprob(logprob(history[:index], tokens[index]), 1) for index in due
+            )
+        if piece.samples:
+            token = result.sampled[piece.request_id] = next_token(request, history)
+            if request.logprobs.output:
+                result.logprobs[piece.request_id] = TokenLogprob(logprob(history, token), 1)
+            known.append((token, end, b"", 0, _lora(request)))
 
 
 @dataclass
@@ -145,6 +175,8 @@ class Heard:
     """What came out for each request."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
+    prompts: dict[str, Prompt] = field(default_factory=dict)
     ends: dict[str, Event] = field(default_factory=dict)
 
     def take(self, events: Iterable[Event]) -> None:
@@ -152,6 +184,11 @@ class Heard:
             assert event.request_id not in self.ends, "an event after the end"
             if isinstance(event, Tokens):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                self.logprobs.setdefault(event.request_id, []).extend(each.logprob for each in event.logprobs)
+            elif isinstance(event, Prompt):
+                assert event.request_id not in self.prompts
+                assert event.request_id not in self.tokens, "the prompt came after tokens"
+                self.prompts[event.request_id] = event
             else:
                 self.ends[event.request_id] = event
 
@@ -159,6 +196,33 @@ class Heard:
         end = self.ends[request_id]
         assert isinstance(end, Finished), end
         return end
+
+
+@dataclass
+class Mirror:
+    """What a listener knows of the prefix cache."""
+
+    block_size: int
+    findable: set[bytes] = field(default_factory=set)
+    stored: dict[bytes, BlockStored] = field(default_factory=dict)
+    """Everything that ever was."""
+
+    def take(self, changes: Iterable[KvChange]) -> None:
+        for change in changes:
+            if isinstance(change, BlockStored):
+                assert change.block_hash not in self.findable
+                assert change.parent is None or change.parent in self.stored
+                assert len(change.token_ids) == self.block_size
+                self.findable.add(change.block_hash)
+                self.stored[change.block_hash] = change
+            else:
+                assert isinstance(change, BlockRemoved)
+                self.findable.remove(change.block_hash)
+
+    def prefix(self, stored: BlockStored) -> list[int]:
+        """All tokens up to the end of the block."""
+        before = self.prefix(self.stored[stored.parent]) if stored.parent is not None else []
+        return before + list(stored.token_ids)
 
 
 def step(scheduler: Scheduler, runner: SimulatedRunner, heard: Heard, now: float = 0.0) -> StepPlan:

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from triptych.core.errors import IntegrityError
+from triptych.core.kv_events import BlockRemoved
 from triptych.engine.blocks import BlockPool
+from triptych.engine.journal import KvJournal
 
 
 def test_allocation_is_refused_whole_when_there_are_too_few() -> None:
@@ -72,6 +74,33 @@ def test_sharing_a_reclaimable_block_protects_it() -> None:
     assert pool.available == 0
 
 
+def test_a_held_block_can_be_shared_whether_it_can_be_found_or_not() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    assert pool.enlist(first, b"content")
+    assert not pool.enlist(second, b"content")
+    pool.share([second])
+    pool.release([second])
+    assert pool.available == 0
+    pool.release([second])
+    pool.check_integrity({first: 1})
+
+
+def test_the_journal_hears_of_what_is_overwritten_and_of_what_is_forgotten() -> None:
+    journal = KvJournal()
+    pool = BlockPool(2, journal)
+    first, second = pool.allocate(2)
+    assert pool.enlist(first, b"first")
+    assert pool.enlist(second, b"second")
+    assert not pool.enlist(second, b"second")
+    pool.release([first])
+    assert journal.take() == ()
+    pool.allocate(1)
+    pool.release([second], forget=True)
+    assert journal.take() == (BlockRemoved(b"first"), BlockRemoved(b"second"))
+    assert journal.take() == ()
+
+
 def test_the_second_block_of_equal_content_is_not_findable() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
@@ -126,7 +155,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             return
         block = self.tables[table][place]
         if block not in self.content:
-            self.pool.enlist(block, content)
+            assert self.pool.enlist(block, content) == (content not in self.content.values())
             if content not in self.content.values():
                 self.content[block] = content
 
@@ -136,6 +165,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if block is not None:
             self.pool.share([block])
             self.tables.append([block])
+
+    @rule(table=st.integers(0, 9), count=st.integers(1, 4))
+    def share_held(self, table: int, count: int) -> None:
+        if table < len(self.tables):
+            self.pool.share(self.tables[table][:count])
+            self.tables.append(self.tables[table][:count])
 
     @rule(table=st.integers(0, 9), forget=st.booleans())
     def release(self, table: int, forget: bool) -> None:

@@ -1,4 +1,4 @@
-"""Requests, events and spans through the wire format and back, and what is refused by name."""
+"""Requests through the wire format and back, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -9,32 +9,20 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.core.errors import (
-    Internal,
-    InvalidRequest,
-    MediaError,
-    Overloaded,
-    RoleMismatch,
-    TriptychError,
-    UnsupportedFeature,
-)
-from triptych.core.events import (
-    EosToken,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Span,
-    StopText,
-    StopToken,
-    Tokens,
-    Usage,
+from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, TriptychError, UnsupportedFeature
+from triptych.core.guide import MAX_CHOICES, MAX_GUIDE_BYTES, Guide, GuideKind
+from triptych.core.logprobs import (
+    MAX_CANDIDATE_IDS,
+    MAX_TOP_N,
+    GivenIds,
+    LogprobOptions,
+    TopN,
+    WholeVocabulary,
 )
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
 from triptych.wire.codec import MAX_MEDIA_ITEMS, decode_request, encode_request
-from triptych.wire.codec_events import MAX_SPANS_BYTES, decode_event, decode_spans, encode_event, encode_spans
-from triptych.wire.gen import encoder_pb2, generation_pb2, kv_pb2
+from triptych.wire.gen import encoder_pb2, generation_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
 TEXT = st.text(min_size=1, max_size=20)
@@ -61,6 +49,32 @@ media_items = st.builds(
 )
 
 
+candidates = st.none() | st.one_of(
+    st.builds(TopN, st.integers(0, MAX_TOP_N)),
+    st.builds(GivenIds, st.lists(UINT32, min_size=1, max_size=5).map(tuple)),
+    st.just(WholeVocabulary()),
+)
+guides = st.one_of(
+    st.builds(
+        Guide, st.sampled_from([k for k in GuideKind if k not in (GuideKind.CHOICE, GuideKind.JSON_OBJECT)]), TEXT
+    ),
+    st.just(Guide(GuideKind.JSON_OBJECT)),
+    st.builds(lambda choices: Guide(GuideKind.CHOICE, choices=tuple(choices)), st.lists(TEXT, min_size=1, max_size=5)),
+)
+
+
+@st.composite
+def logprob_options(draw: st.DrawFn) -> LogprobOptions:
+    prompt, output = draw(st.booleans()), draw(st.booleans())
+    return LogprobOptions(
+        prompt=prompt,
+        prompt_candidates=draw(candidates) if prompt else None,
+        prompt_start=draw(UINT32) if prompt else 0,
+        output=output,
+        output_candidates=draw(candidates) if output else None,
+    )
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> GenerateRequest:
     detokenize = draw(st.booleans())
@@ -82,13 +96,19 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         stopping=stopping,
         cache=CacheOptions(draw(st.booleans()), draw(st.text(max_size=10))),
         detokenize=detokenize,
+        num_sequences=draw(st.integers(1, 2**32 - 1)),
+        logprobs=draw(logprob_options()),
+        guide=draw(st.none() | guides),
+        lora_name=draw(st.text(max_size=20)),
+        priority=draw(st.integers(-(2**31), 2**31 - 1)),
     )
 
 
 @given(requests())
 def test_a_request_comes_back_equal(request: GenerateRequest) -> None:
     data = encode_request(request).SerializeToString()
-    assert decode_request(generation_pb2.GenerateRequest.FromString(data)) == request
+    message = generation_pb2.GenerateRequest.FromString(data)
+    assert decode_request(message, priority=request.priority) == request
 
 
 def plain(**fields: Any) -> generation_pb2.GenerateRequest:
@@ -113,6 +133,13 @@ def test_the_request_of_the_shipping_client_is_accepted() -> None:
     assert request.sampling.greedy
     assert request.stopping == Stopping(max_tokens=9, stop_token_ids=(2,))
     assert not request.detokenize
+    assert request.logprobs == LogprobOptions()
+    message.response.return_output_logprobs = True
+    message.response.output_candidates.top_n = 1
+    message.guided.json_schema = '{"type":"object"}'
+    request = decode_request(message)
+    assert request.logprobs == LogprobOptions(output=True, output_candidates=TopN(1))
+    assert request.guide == Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 
 
 def test_empty_parts_are_accepted() -> None:
@@ -127,15 +154,8 @@ def test_empty_parts_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"sampling": {"num_sequences": 2}}, "num_sequences"),
-        ({"response": {"return_prompt_logprobs": True}}, "return_prompt_logprobs"),
-        ({"response": {"return_output_logprobs": True}}, "return_output_logprobs"),
-        ({"response": {"prompt_candidates": {"top_n": 0}}}, "prompt_candidates"),
-        ({"response": {"output_candidates": {"all": {}}}}, "output_candidates"),
         ({"kv": {"session": {}}}, "kv.session"),
-        ({"guided": {"json_object": {}}}, "guided"),
-        ({"guided": {"backend": "x"}}, "guided"),
-        ({"lora_name": "a"}, "lora_name"),
+        ({"guided": {"json_object": {}, "backend": "llguidance"}}, "guided.backend 'llguidance'"),
         ({"encoder": encoder_pb2.EncoderOptions()}, "encoder"),
         ({"encoder_cache": [encoder_pb2.EncoderCacheRef()]}, "encoder_cache"),
     ],
@@ -145,11 +165,44 @@ def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], name: st
         decode_request(plain(**fields))
 
 
+@pytest.mark.parametrize("backend", ["", "xgrammar"])
+def test_the_backend_there_is_may_be_named(backend: str) -> None:
+    request = decode_request(plain(guided={"regex": "a+", "backend": backend}))
+    assert request.guide == Guide(GuideKind.REGEX, "a+")
+
+
+NEWER = b"\x9a\x3e\x01x"
+"""A field of number 995 that no release has."""
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("guided", "guided has a guide"),
+        ("response.prompt_candidates", "response.prompt_candidates has a selection"),
+        ("response.output_candidates", "response.output_candidates has a selection"),
+    ],
+)
+def test_a_choice_of_a_later_release_is_refused_and_not_ignored(part: str, name: str) -> None:
+    message = plain(response={"return_prompt_logprobs": True, "return_output_logprobs": True})
+    target: Any = message
+    for step in part.split("."):
+        target = getattr(target, step)
+    target.MergeFromString(NEWER)
+    message = generation_pb2.GenerateRequest.FromString(message.SerializeToString())
+    with pytest.raises(UnsupportedFeature, match=name):
+        decode_request(message)
+
+
 def test_media_options_are_refused_by_name() -> None:
     message = plain()
     message.media_options.update({"video": {"fps": 2}})
     with pytest.raises(UnsupportedFeature, match="media_options"):
         decode_request(message)
+
+
+def logprobs(**selection: Any) -> dict[str, Any]:
+    return {"response": {"return_output_logprobs": True, "output_candidates": selection}}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +222,21 @@ def test_media_options_are_refused_by_name() -> None:
         ({"stopping": {"conditions": [{}]}}, r"conditions\[0\]"),
         ({"stopping": {"conditions": [{"stop_token_id": 1}] * 65}}, "65 stop conditions"),
         ({"media": [{"raw_bytes": b"x"}] * (MAX_MEDIA_ITEMS + 1)}, "media items"),
+        ({"lora_name": "é" * 513}, "lora_name has 1026 bytes"),
+        ({"response": {"prompt_candidates": {"top_n": 0}}}, "return_prompt_logprobs"),
+        ({"response": {"prompt_logprob_start": 1}}, "return_prompt_logprobs"),
+        ({"response": {"output_candidates": {"all": {}}}}, "return_output_logprobs"),
+        (logprobs(top_n=MAX_TOP_N + 1), r"top_n must be in \[0, 128\], not 129"),
+        (logprobs(token_ids={"ids": []}), "between 1 and 1024 ids, not 0"),
+        (logprobs(token_ids={"ids": [1] * (MAX_CANDIDATE_IDS + 1)}), r"output_candidates\.token_ids has 1025 ids"),
+        ({"guided": {"backend": "xgrammar"}}, "guided has no guide"),
+        ({"guided": {"backend": "other"}}, "guided has no guide"),
+        ({"guided": {"json_schema": ""}}, "guided.json_schema must not be empty"),
+        ({"guided": {"choice": {}}}, "guided.choice has no choices"),
+        ({"guided": {"choice": {"choices": ["a", ""]}}}, "guided.choice must not hold an empty choice"),
+        ({"guided": {"choice": {"choices": ["a"] * (MAX_CHOICES + 1)}}}, "guided.choice has 4097 choices"),
+        ({"guided": {"regex": "a" * (MAX_GUIDE_BYTES + 1)}}, "guided.regex has 262145 bytes"),
+        ({"guided": {"regex": "a" * 2 * MAX_GUIDE_BYTES}}, "guided has 52"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
@@ -223,78 +291,3 @@ def test_known_keys_of_extra_are_checked(extra: dict[str, Any], error: type[Trip
 def test_a_request_that_the_wire_cannot_carry_is_refused_by_its_sender(request_: GenerateRequest) -> None:
     with pytest.raises(InvalidRequest, match="cannot be sent"):
         encode_request(request_)
-
-
-events = st.one_of(
-    st.builds(Tokens, TEXT, st.lists(UINT32, max_size=5).map(tuple), st.text(max_size=20)),
-    st.builds(
-        Finished,
-        TEXT,
-        st.sampled_from(FinishReason),
-        st.builds(Usage, st.integers(0, 2**31), st.integers(0, 2**31 - 1), st.integers(0, 2**31)),
-        st.none()
-        | st.builds(StopToken, UINT32)
-        | st.builds(EosToken, UINT32)
-        | st.builds(StopText, st.text(max_size=9)),
-    ),
-)
-
-
-@given(events)
-def test_an_event_comes_back_equal(event: Event) -> None:
-    data = encode_event(event).SerializeToString()
-    assert decode_event(generation_pb2.GenerateResponse.FromString(data)) == event
-
-
-def test_a_failure_comes_back_with_its_error() -> None:
-    event = decode_event(encode_event(Failed("r", Overloaded("full"))))
-    assert isinstance(event, Failed)
-    assert type(event.error) is Overloaded
-    assert str(event.error) == "full"
-
-
-def test_an_event_has_what_the_shipping_client_requires() -> None:
-    token = encode_event(Tokens("r", (0, 7)))
-    assert token.token.HasField("output_index")
-    assert [info.token_id for info in token.token.tokens] == [0, 7]
-    assert not token.HasField("usage")
-    finished = encode_event(Finished("r", FinishReason.STOP, Usage(5, 2, 0), EosToken(0)))
-    assert finished.finished.HasField("output_index")
-    assert finished.finished.stop_match.WhichOneof("match") == "eos_token_id"
-    assert finished.usage.total_tokens == 7
-    assert finished.usage.HasField("cached_prompt_tokens")
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({}, "without an event"),
-        ({"prompt": generation_pb2.PromptOutput()}, "prompt"),
-        ({"prefill_ready": generation_pb2.PrefillReady(kv_session=kv_pb2.KvSessionRef())}, "prefill_ready"),
-        ({"token": generation_pb2.TokenOutput()}, "without its index"),
-        ({"token": generation_pb2.TokenOutput(output_index=1)}, "output 1"),
-        ({"finished": generation_pb2.GenerationFinished(output_index=0)}, "unknown reason"),
-        ({"finished": generation_pb2.GenerationFinished(output_index=0, reason=9)}, "unknown reason"),  # type: ignore[arg-type]
-    ],
-)
-def test_an_engine_that_breaks_the_contract_is_named_as_such(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(Internal, match=why):
-        decode_event(generation_pb2.GenerateResponse(request_id="r", **fields))
-
-
-@given(st.lists(st.builds(Span, st.text(max_size=20), st.floats(0, 4e9), st.floats(0, 4e9)), max_size=20).map(tuple))
-def test_spans_come_back_equal(spans: tuple[Span, ...]) -> None:
-    back = decode_spans(encode_spans(spans))
-    assert back == spans[: len(back)]
-    assert len(back) == len(spans) or len(encode_spans(spans)) > MAX_SPANS_BYTES - 200
-
-
-def test_spans_are_bounded() -> None:
-    data = encode_spans(tuple(Span(f"stage {i}", 1.5e9 + i, 1.5e9 + i) for i in range(1000)))
-    assert len(data) <= MAX_SPANS_BYTES
-    assert len(decode_spans(data)) > 50
-
-
-@pytest.mark.parametrize("data", [b"", b"{}", b"[[1,2,3]]", b'[["a",1]]', b"[" * 10000, b"\xff"])
-def test_malformed_spans_are_none(data: bytes) -> None:
-    assert decode_spans(data) == ()

@@ -4,16 +4,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.requests import item, request
-from triptych.engine.prefix import BlockChain
+from triptych.engine.prefix import BlockChain, chain_seed
 
 TEXT = list(range(10, 42))
 
 
 def chain(
-    tokens: list[int], items: list = (), *, salt: str = "", output: tuple[int, ...] = (), size: int = 4
+    tokens: list[int],
+    items: list = (),
+    *,
+    salt: str = "",
+    adapter: bytes = b"",
+    output: tuple[int, ...] = (),
+    size: int = 4,
 ) -> list[bytes]:
     prompt = request("r", tokens, items).plan
-    blocks = BlockChain(prompt, salt, size)
+    blocks = BlockChain(prompt, chain_seed(salt, adapter), size)
     blocks.extend(output, (len(tokens) + len(output)) // size)
     return blocks.hashes
 
@@ -37,6 +43,38 @@ def test_the_first_other_token_ends_what_is_shared() -> None:
 def test_salts_share_nothing() -> None:
     assert shared(chain(TEXT, salt="a"), chain(TEXT, salt="b")) == 0
     assert shared(chain(TEXT, salt="\ud800"), chain(TEXT, salt="")) == 0
+
+
+def test_adapters_share_nothing_and_are_no_salts() -> None:
+    assert shared(chain(TEXT, adapter=b"a" * 32), chain(TEXT, adapter=b"b" * 32)) == 0
+    assert shared(chain(TEXT, adapter=b"a" * 32), chain(TEXT)) == 0
+    assert shared(chain(TEXT, adapter=b"a"), chain(TEXT, salt="a")) == 0
+    assert shared(chain(TEXT, salt="ab", adapter=b"c"), chain(TEXT, salt="a", adapter=b"bc")) == 0
+    assert shared(chain(TEXT, salt="s", adapter=b"a"), chain(TEXT, salt="s", adapter=b"a")) == 8
+
+
+def test_a_chain_goes_on_where_another_one_is() -> None:
+    items = [item(1, (2, 5)), item(2, (9, 12))]
+    plan = request("r", TEXT[:26], items).plan
+    one = BlockChain(plan, chain_seed("", b""), 4)
+    one.extend((), 4)
+    two = BlockChain(plan, chain_seed("", b""), 4)
+    two.adopt(one)
+    one.extend((50, 51), 7)
+    assert len(two.hashes) == 4
+    two.extend((60, 61), 7)
+    assert two.hashes == chain(TEXT[:26], items, output=(60, 61))
+    assert one.hashes == chain(TEXT[:26], items, output=(50, 51))
+
+
+def test_a_block_knows_its_tokens_wherever_they_come_from() -> None:
+    blocks = BlockChain(request("r", TEXT[:6]).plan, chain_seed("", b""), 4)
+    output = [50, 51, 52, 53, 54, 55]
+    assert [blocks.token_ids(output, index) for index in range(3)] == [
+        tuple(TEXT[:4]),
+        (*TEXT[4:6], 50, 51),
+        (52, 53, 54, 55),
+    ]
 
 
 def test_two_pictures_share_the_blocks_before_their_first_position() -> None:
@@ -77,7 +115,7 @@ def test_generated_tokens_are_named_like_prompt_tokens() -> None:
 def test_a_chain_grown_bit_by_bit_is_the_chain_made_at_once(cuts: list[int], picture: int) -> None:
     items = [item(1, (picture, 5), (picture + 6, 4))]
     plan = request("r", TEXT, items).plan
-    grown = BlockChain(plan, "", 4)
+    grown = BlockChain(plan, chain_seed("", b""), 4)
     for blocks in sorted(cuts):
         grown.extend((), blocks)
     grown.extend((), 8)

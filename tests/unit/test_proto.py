@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from google.protobuf.internal import api_implementation
 
 from tests.openengine_data import PACKAGE, SCALAR_NAMES, extension, released, stock_class
 from triptych.wire.gen import (
@@ -22,6 +26,9 @@ from triptych.wire.gen import (
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
+
+PROTO = Path(__file__).parents[2] / "proto" / "openengine" / "v1"
+BLOCK = re.DOTALL | re.MULTILINE
 
 MODULES = (
     encoder_pb2,
@@ -72,7 +79,14 @@ def described(field: FieldDescriptor) -> dict[str, Any]:
         words["optional"] = True
     elif oneof is not None:
         words["oneof"] = oneof.name
+    # In proto3 presence follows from these words; in another syntax it would not.
+    explicit = oneof is not None or (field.message_type is not None and not field.is_repeated)
+    assert field.has_presence == explicit, field.full_name
     return words
+
+
+def test_the_runtime_is_the_one_that_was_asked_for() -> None:
+    assert api_implementation.Type() == os.environ.get("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "upb")
 
 
 def test_descriptors_carry_the_names_of_the_contract() -> None:
@@ -129,6 +143,41 @@ def test_our_additions_to_released_messages_start_at_1000() -> None:
     for name, fields in extension()["extends"].items():
         for field, spec in fields.items():
             assert (spec["number"] >= 1000) != (field in of_the_next_release), (name, field)
+
+
+def test_additions_take_nothing_from_the_release() -> None:
+    parts = released()["files"].values()
+    messages = {name: fields for part in parts for name, fields in part["messages"].items()}
+    enums = {name: values for part in parts for name, values in part["enums"].items()}
+    services = released()["files"]["openengine/v1/openengine.proto"]["services"]
+    assert not messages.keys() & extension()["messages"].keys()
+    assert not enums.keys() & extension()["enums"].keys()
+    for name, fields in extension()["extends"].items():
+        assert not fields.keys() & messages[name].keys()
+        numbers = {spec["number"] for spec in messages[name].values()}
+        assert not numbers & {spec["number"] for spec in fields.values()}
+    for name, values in extension()["extends_enums"].items():
+        assert not values.items() & enums[name].items()
+        assert not set(values.values()) & set(enums[name].values())
+    for name, rpcs in extension()["services"].items():
+        assert not rpcs.keys() & services[name].keys()
+
+
+MARK = "// ---- "
+
+
+@pytest.mark.parametrize("name", sorted({**extension()["extends"], **extension()["extends_enums"]}))
+def test_additions_stand_in_marked_blocks_at_the_end(name: str) -> None:
+    added = {**extension()["extends"], **extension()["extends_enums"]}[name]
+    others = {**merged_messages(), **merged_enums()}[name].keys() - added.keys()
+    text = "\n".join(path.read_text() for path in PROTO.glob("*.proto"))
+    (body,) = re.findall(rf"^(?:message|enum) {name} {{$(.*?)^}}$", text, BLOCK)
+    for oneof in re.findall(r"^  oneof \w+ {$.*?^  }$", body, BLOCK) or [""]:
+        for part in (body.replace(oneof, ""), oneof):  # a oneof has a block of its own
+            before, _, after = part.partition(MARK)
+            assert not {field for field in added if re.search(rf"\b{field} = \d", before)}
+            assert not {field for field in others if re.search(rf"\b{field} = \d", after)}
+    assert MARK in body
 
 
 def test_a_released_client_ignores_the_additions() -> None:

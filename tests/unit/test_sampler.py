@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.requests import EOS, request
+from triptych.core.errors import Internal, InvalidRequest
 from triptych.core.request import Sampling, Stopping
 from triptych.engine import sampler
 from triptych.engine.sampler import Chooser, Draw, choose_tokens, uniform
@@ -219,10 +221,142 @@ def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(value: 
     rows = logits(1, 3)
     good = choose_tokens(rows.clone(), [Draw(chooser(sampling), 3)] * 3)
     rows[1, 17] = value
-    assert choose_tokens(rows, [Draw(chooser(sampling), 3)] * 3) == [good[0], None, good[2]]
+    first, second, third = choose_tokens(rows, [Draw(chooser(sampling), 3)] * 3)
+    assert (first, third) == (good[0], good[2])
+    assert isinstance(second, Internal)
+    assert "not finite" in str(second)
 
 
 def test_forbidden_tokens_may_be_minus_infinity_but_not_all() -> None:
     row = torch.full((2, VOCAB), -math.inf)
     row[0, 5] = 0.0
-    assert choose_tokens(row, [Draw(chooser(Sampling(seed=1)), 3)] * 2) == [5, None]
+    token, error = choose_tokens(row, [Draw(chooser(Sampling(seed=1)), 3)] * 2)
+    assert token == 5
+    assert isinstance(error, Internal)
+
+
+@given(batch=st.lists(options, min_size=1, max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_the_logits_are_left_as_they_are(batch: list[Sampling], seed: int) -> None:
+    rows = logits(seed, len(batch))
+    before = rows.clone()
+    each = [dataclasses.replace(sampling, repetition_penalty=1.5) for sampling in batch]
+    choose_tokens(rows, [Draw(chooser(sampling, Stopping(max_tokens=9, min_tokens=9)), 3) for sampling in each])
+    assert torch.equal(rows, before)
+
+
+# -- grammars -------------------------------------------------------------------------------------
+
+
+class Answers:
+    """A grammar and its only matcher: allows what it was given, token by token, and remembers what it was told."""
+
+    def __init__(self, *allowed: object) -> None:
+        self._allowed = allowed
+        self.told: list[int] = []
+
+    def matcher(self) -> Answers:
+        return self
+
+    def allowed(self) -> np.ndarray:
+        given = self._allowed[len(self.told)]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def accept(self, token: int) -> None:
+        self.told.append(token)
+
+
+def only(*tokens: int, vocab: int = VOCAB) -> np.ndarray:
+    allowed = np.zeros(vocab, np.bool_)
+    allowed[list(tokens)] = True
+    return allowed
+
+
+def guided(
+    grammar: Answers, sampling: Sampling | None = None, stopping: Stopping | None = None, eos: tuple[int, ...] = (EOS,)
+) -> Chooser:
+    made = request("r", (10, 11, 12), sampling=sampling or Sampling(temperature=0), stopping=stopping, eos=eos)
+    return Chooser(dataclasses.replace(made, grammar=grammar), VOCAB)
+
+
+@given(
+    sampling=options,
+    allowed=st.sets(st.integers(0, VOCAB + 9), min_size=1),
+    vocab=st.integers(1, VOCAB + 10),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_grammar_is_as_if_the_other_tokens_were_impossible(
+    sampling: Sampling, allowed: set[int], vocab: int, seed: int
+) -> None:
+    mask = only(*(token for token in allowed if token < vocab), vocab=vocab)
+    row = logits(seed, step=0.5)
+    masked = row[0].numpy().copy()
+    masked[[token for token in range(VOCAB) if token >= vocab or not mask[token]]] = -np.inf
+    (token,) = choose_tokens(row, [Draw(guided(Answers(mask), sampling), 4)])
+    if np.isinf(masked).all():
+        assert isinstance(token, Internal)
+        assert "no token is left" in str(token)
+    else:
+        assert token == reference(masked, sampling, uniform(sampling.seed, 4))
+
+
+def test_a_grammar_is_asked_before_each_token_and_told_after_it() -> None:
+    grammar = Answers(only(20, 30), only(31))
+    each = guided(grammar)
+    row = torch.zeros(1, VOCAB)
+    row[0, 30] = 1.0
+    for _ in range(2):  # a batch may be computed twice
+        assert choose_tokens(row, [Draw(each, 3)]) == [30]
+    assert grammar.told == []
+    each.observe(30)
+    assert choose_tokens(row, [Draw(each, 4)]) == [31]
+    assert grammar.told == [30]
+
+
+def test_penalties_weigh_what_the_grammar_allows() -> None:
+    each = guided(Answers(*[only(20, 30)] * 2), Sampling(temperature=0, presence_penalty=2.0))
+    row = torch.zeros(1, VOCAB)
+    row[0, 30] = 1.0
+    assert choose_tokens(row, [Draw(each, 3)]) == [30]
+    each.observe(30)
+    assert choose_tokens(row, [Draw(each, 4)]) == [20]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_keeps_a_grammar_from_its_end_only_while_something_else_may_follow(ignore_eos: bool) -> None:
+    stopping = Stopping(max_tokens=9, min_tokens=5, ignore_eos=ignore_eos)
+    each = guided(Answers(only(EOS, 20), only(EOS)), stopping=stopping)
+    row = torch.zeros(1, VOCAB)
+    row[0, EOS] = 1.0
+    assert choose_tokens(row, [Draw(each, 3)]) == [20]
+    each.observe(20)
+    assert choose_tokens(row, [Draw(each, 4)]) == [EOS]
+
+
+def test_a_stop_id_that_the_grammar_insists_on_is_lifted_too_but_not_what_it_forbids() -> None:
+    stopping = Stopping(max_tokens=9, min_tokens=5, stop_token_ids=(20,))
+    row = torch.zeros(1, VOCAB)
+    row[0, EOS] = 1.0
+    assert choose_tokens(row, [Draw(guided(Answers(only(20)), stopping=stopping), 3)]) == [20]
+
+
+def test_what_goes_wrong_in_a_grammar_stays_in_its_row(caplog: pytest.LogCaptureFixture) -> None:
+    broken = [
+        Answers(InvalidRequest("too deep")),
+        Answers(KeyError("x")),
+        Answers("no array"),
+        Answers(only(VOCAB - 1)),
+    ]
+    rows = torch.zeros(5, VOCAB)
+    rows[3, VOCAB - 1] = -math.inf
+    draws = [Draw(guided(grammar), 3) for grammar in broken]
+    *errors, token = choose_tokens(rows, [*draws, Draw(chooser(Sampling(temperature=0)), 3)])
+    assert token == 0
+    assert [type(error) for error in errors] == [InvalidRequest, Internal, Internal, Internal]
+    assert str(errors[0]) == "too deep"
+    assert str(errors[1]) == str(errors[2]) == "the grammar of this request failed"
+    assert "no token is left" in str(errors[3])
+    assert sum("its grammar failed" in record.message for record in caplog.records) == 2

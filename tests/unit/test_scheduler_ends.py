@@ -15,10 +15,12 @@ from triptych.core.step import StepResult
 from triptych.engine.scheduler import Scheduler
 
 
-def answer(sampled: list[int], *, stopping: Stopping, max_context: int = 256) -> tuple[list[int], object]:
+def answer(
+    sampled: list[int], *, stopping: Stopping, max_context: int = 256, grammar: object = None
+) -> tuple[list[int], object]:
     """The visible tokens and the end of a request for which the model says ``sampled``."""
     scheduler = Scheduler(dataclasses.replace(ROOMY, max_context=max_context), ROW_BYTES)
-    scheduler.add(request("r", [10, 11, 12], stopping=stopping))
+    scheduler.add([request("r", [10, 11, 12], stopping=stopping, grammar=grammar)])
     shown: list[int] = []
     for token in sampled:
         plan = scheduler.plan(0.0)
@@ -57,6 +59,18 @@ def test_ignore_eos_goes_on_and_shows_it() -> None:
 def test_nothing_stops_before_min_tokens() -> None:
     shown, end = answer([EOS, 7, EOS], stopping=Stopping(max_tokens=8, min_tokens=2, stop_token_ids=(7,)))
     assert (shown, end.stop) == ([EOS, 7], EosToken(EOS))
+
+
+def test_a_grammar_ends_with_an_eos_whatever_else_was_asked_for() -> None:
+    for stopping in (Stopping(max_tokens=8, ignore_eos=True), Stopping(max_tokens=8, min_tokens=5)):
+        shown, end = answer([5, EOS], stopping=stopping, grammar=object())
+        assert (shown, end.stop, end.usage.completion_tokens) == ([5], EosToken(EOS), 2)
+
+
+def test_a_grammar_changes_nothing_for_the_callers_own_stops() -> None:
+    stopping = Stopping(max_tokens=8, min_tokens=2, ignore_eos=True, stop_token_ids=(7,))
+    shown, end = answer([7, 5, 7], stopping=stopping, grammar=object())
+    assert (shown, end.stop) == ([7, 5], StopToken(7))
 
 
 def test_a_stop_at_the_last_token_is_a_stop() -> None:

@@ -12,6 +12,7 @@ from triptych.core.errors import (
     InvalidRequest,
     Overloaded,
     PromptTooLong,
+    StartupError,
 )
 from triptych.core.events import Failed
 from triptych.core.request import Sampling
@@ -29,6 +30,12 @@ def test_an_item_above_the_encoder_cache_is_refused_with_its_index_and_the_flag(
     with pytest.raises(InvalidRequest, match=r"media item 1: .*--encoder-cache-bytes 6$"):
         Bench(encoder_cache_bytes=5).add(pictures("a", 5, 6))
     Bench(encoder_cache_bytes=6).add(pictures("a", 5, 6))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_priority_seconds_are_a_finite_number(seconds: float) -> None:
+    with pytest.raises(StartupError, match="priority_seconds"):
+        Bench(priority_seconds=seconds)
 
 
 def test_live_ids_are_refused() -> None:

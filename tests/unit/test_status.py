@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triptych.core import errors
 from triptych.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
     Cancelled,
     Code,
     Draining,
+    DuplicateRequest,
     Internal,
     InvalidRequest,
     MediaError,
@@ -21,8 +26,10 @@ from triptych.core.errors import (
     Overloaded,
     PlaceholderMismatch,
     PromptTooLong,
+    StartupError,
     Status,
     TriptychError,
+    WrongState,
 )
 from triptych.wire.gen import error_pb2
 from triptych.wire.status import (
@@ -54,13 +61,19 @@ def instance(kind: type[TriptychError]) -> TriptychError:
 
 
 MEMBERS = tree(TriptychError)
-SENT = [member for member in MEMBERS if member.status is not Status.FAILED_PRECONDITION]
+SENT = [member for member in MEMBERS if not issubclass(member, StartupError)]
 """Start-up errors never reach a client."""
 
 
 def test_the_tree_is_walked() -> None:
-    assert {InvalidRequest, MediaUnavailable, PlaceholderMismatch, Draining} <= set(MEMBERS)
+    assert {InvalidRequest, MediaUnavailable, PlaceholderMismatch, Draining, AdapterNotFound} <= set(MEMBERS)
     assert len(MEMBERS) == len(set(MEMBERS)) > 15
+
+
+def test_the_tree_is_drawn_in_full() -> None:
+    ours = {member.__name__ for member in MEMBERS if member.__module__ == errors.__name__}
+    drawn = (errors.__doc__ or "").split("They are", 1)[0]
+    assert {word for word in re.findall(r"[A-Z][A-Za-z]+", drawn) if hasattr(errors, word)} == ours
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
@@ -90,7 +103,7 @@ def test_a_failure_comes_back_with_code_and_retryability(kind: type[TriptychErro
     assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, str(error))
 
 
-@pytest.mark.parametrize("kind", [PromptTooLong, Draining])
+@pytest.mark.parametrize("kind", [PromptTooLong, Draining, AdapterNotFound, AdapterConflict, WrongState])
 def test_a_class_that_shares_its_code_survives(kind: type[TriptychError]) -> None:
     error = kind("why")
     assert type(from_status(*to_status(error))) is kind
@@ -142,6 +155,8 @@ def test_a_bare_status_of_another_engine_has_a_class(status: grpc.StatusCode) ->
     [
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
         (grpc.StatusCode.NOT_FOUND, ModelNotFound),
+        (grpc.StatusCode.ALREADY_EXISTS, DuplicateRequest),
+        (grpc.StatusCode.FAILED_PRECONDITION, WrongState),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Overloaded),
         (grpc.StatusCode.UNAVAILABLE, Draining),
         (grpc.StatusCode.DEADLINE_EXCEEDED, Draining),

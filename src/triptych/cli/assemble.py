@@ -15,6 +15,7 @@ from triptych.engine.runner import Runner
 from triptych.engine.scheduler import Scheduler
 from triptych.models.registry import describe, load_model
 from triptych.processors.registry import load_processor
+from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
 from triptych.roles.intake import Frontend, Intake
@@ -29,6 +30,14 @@ if TYPE_CHECKING:
     from triptych.models.registry import Description
 
 
+MAX_NUM_SEQUENCES = 64
+"""Outputs of one request, where the engine runs as many requests at once."""
+KV_EVENT_BUFFER = 4096
+"""Batches of KV events that a subscriber may ask for again; there is at most one a step."""
+KV_EVENT_HEARTBEAT = 2.0
+"""Seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A checkpoint in memory, with what reads its prompts."""
@@ -37,6 +46,7 @@ class LoadedModel:
     model: Model
     config: SchedulerConfig
     frontend: Frontend
+    options: EngineOptions
 
 
 def load(model: str, options: EngineOptions, progress: Callable[[int, int], None]) -> LoadedModel:
@@ -73,7 +83,8 @@ def load(model: str, options: EngineOptions, progress: Callable[[int, int], None
         vocab_size=found.spec.vocab_size,
         limits=options.limits(),
     )
-    return LoadedModel(directory, load_model(directory, options.device, options.dtype, progress), config, frontend)
+    loaded = load_model(directory, options.device, options.dtype, progress)
+    return LoadedModel(directory, loaded, config, frontend, options)
 
 
 def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerConfig:
@@ -112,7 +123,8 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
     """
     spec, config = loaded.model.text.spec, loaded.config
     kv = allocate(spec, config.num_blocks, config.block_size)
-    scheduler = Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize)
+    options = loaded.options
+    scheduler = Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize, kv_changes=options.kv_events)
     engine = Engine(scheduler, Runner(loaded.model, kv, config), check=check)
     description = EngineDescription(
         role=RoleName.AGGREGATED,
@@ -123,8 +135,16 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
         num_blocks=config.num_blocks,
         max_running_requests=config.max_running_requests,
         max_batched_tokens=config.max_batched_tokens,
+        max_num_sequences=min(MAX_NUM_SEQUENCES, config.max_running_requests),
+        guided=False,
+        max_loras=options.max_loras,
+        kv_event_buffer=KV_EVENT_BUFFER if options.kv_events else 0,
+        kv_event_heartbeat=KV_EVENT_HEARTBEAT,
     )
-    return Aggregated(description, loaded.frontend, Intake(loaded.frontend), engine)
+    adapters = Adapters(
+        lambda info: loaded.model.text.load_adapter(info, max_rank=options.max_lora_rank), options.max_loras
+    )
+    return Aggregated(description, loaded.frontend, Intake(loaded.frontend, adapters), engine)
 
 
 ROLES = {RoleName.AGGREGATED.value: aggregated}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from triptych.cli.options import EngineOptions
     from triptych.roles.aggregated import Aggregated
+    from triptych.rpc.tls import TlsFiles
 
 STDIN = 0
 DRAIN_SECONDS = 30.0
@@ -34,12 +35,41 @@ FAILURE_LOOK_SECONDS = 1.0
 """How often the engine is looked at: a failed one serves nobody and had better be seen to be gone."""
 
 
+class Stop:
+    """The one way in which an engine is asked to end: by a signal, by a Shutdown call, by a parent that is gone."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self.grace = DRAIN_SECONDS
+        """How long live requests may go on, in seconds."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked."""
+        return self._asked.is_set()
+
+    def ask(self, grace: float | None = None) -> bool:
+        """Ask the engine to end; False when somebody has asked before, whose grace then holds."""
+        if self._asked.is_set():
+            return False
+        if grace is not None:
+            self.grace = grace
+        self._asked.set()
+        return True
+
+    async def wait(self) -> None:
+        """Until somebody asks."""
+        await self._asked.wait()
+
+
 class Listeners(NamedTuple):
     """Where the engine can be reached."""
 
     grpc: str
     metrics: str | None
     allow_plaintext: bool
+    tls: TlsFiles | None
+    """Of the gRPC server."""
 
 
 def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
@@ -48,8 +78,7 @@ def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, 
     With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
     that a parent can follow it and never leaves it behind.
     """
-    for address in filter(None, (listeners.grpc, listeners.metrics)):  # said before the weights are read
-        check_address(*split_address(address), allow_plaintext=listeners.allow_plaintext)
+    _check(listeners)
     parent = Parent() if announce else None
     if parent is not None:
         loaded = load(model, options, parent.progress())
@@ -59,15 +88,31 @@ def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, 
     return asyncio.run(_serve(loaded, role, listeners, parent))
 
 
+def _check(listeners: Listeners) -> None:
+    """Say what is wrong before the weights are read."""
+    encrypted = listeners.tls is not None
+    if listeners.tls is not None:
+        listeners.tls.credentials()
+    check_address(*split_address(listeners.grpc), allow_plaintext=listeners.allow_plaintext or encrypted)
+    if listeners.metrics is not None:
+        check_address(*split_address(listeners.metrics), allow_plaintext=listeners.allow_plaintext)
+
+
 async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, parent: Parent | None) -> int:
-    stop = asyncio.Event()
+    stop = Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.ask)
     role = ROLES[role_name](loaded, instance_id=uuid.uuid4().hex)
     async with AsyncExitStack() as cleanup:
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
-        server = await serve_role(role, *split_address(listeners.grpc), allow_plaintext=listeners.allow_plaintext)
+        server = await serve_role(
+            role,
+            *split_address(listeners.grpc),
+            allow_plaintext=listeners.allow_plaintext,
+            tls=listeners.tls,
+            on_shutdown=stop.ask,
+        )
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, LAST_EVENTS_SECONDS)
         if listeners.metrics is not None:
@@ -75,7 +120,7 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
             exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
         if parent is not None:
-            parent.when_gone(lambda: loop.call_soon_threadsafe(stop.set))
+            parent.when_gone(lambda: loop.call_soon_threadsafe(stop.ask))
             parent.say(event="ready", grpc=server.address, model=role.model.served_name)
         else:
             kv = role.engine.num_blocks * role.engine.block_size
@@ -85,19 +130,19 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
             print(f"triptych: the engine has failed and ends: {failure}", file=sys.stderr, flush=True)
         elif parent is None:
             print("draining ...", flush=True)
-        await role.drain(DRAIN_SECONDS)
+        await role.drain(stop.grace)
     return 0 if failure is None else 1
 
 
-async def stopped_or_failed(stop: asyncio.Event, role: Aggregated) -> str | None:
-    """Wait for a signal, or for the engine's own end; returns the reason of the latter."""
+async def stopped_or_failed(stop: Stop, role: Aggregated) -> str | None:
+    """Wait until somebody asks, or for the engine's own end; returns the reason of the latter."""
     while True:
         with suppress(TimeoutError):
             async with asyncio.timeout(FAILURE_LOOK_SECONDS):
                 await stop.wait()
                 return None
         scheduler = (await role.health(probe=False))[0]
-        if scheduler.state is HealthState.NOT_READY and not stop.is_set():
+        if scheduler.state is HealthState.NOT_READY and not stop.asked:
             return scheduler.message
 
 

@@ -29,6 +29,12 @@ def at_least_one(_: object, value: object) -> None:
         raise ValueError(f"must be at least 1, not {value}")
 
 
+def not_negative(_: object, value: object) -> None:
+    """Refuse what is less than zero."""
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"must be at least 0, not {value}")
+
+
 def _address(_: object, value: object) -> None:
     for address in [value] if isinstance(value, str) else list(value or ()):  # type: ignore[call-overload]
         host, _, port = str(address).rpartition(":")
@@ -77,6 +83,32 @@ EngineAddresses = Annotated[
         negative="",
         help="HOST:PORT of an engine's gRPC server; may be given several times.",
     ),
+]
+TlsCertificate = Annotated[
+    Path | None,
+    Parameter(name="--tls-certificate", help="PEM file with the certificate of the gRPC server, which then encrypts."),
+]
+TlsKey = Annotated[Path | None, Parameter(name="--tls-key", help="PEM file with the private key of that certificate.")]
+TlsClientCa = Annotated[
+    Path | None,
+    Parameter(
+        name="--tls-client-ca",
+        help="PEM file with the authorities whose clients may connect; others are then refused (mutual TLS).",
+    ),
+]
+EngineTls = Annotated[
+    bool, Parameter(name="--engine-tls", negative="", help="Reach the engines encrypted, by authorities known to gRPC.")
+]
+EngineCa = Annotated[
+    Path | None,
+    Parameter(name="--engine-ca", help="PEM file with the authority of the engines' certificates; implies TLS."),
+]
+EngineCertificate = Annotated[
+    Path | None,
+    Parameter(name="--engine-certificate", help="PEM file with our own certificate, for engines that ask for one."),
+]
+EngineKey = Annotated[
+    Path | None, Parameter(name="--engine-key", help="PEM file with the private key of that certificate.")
 ]
 AllowPlaintext = Annotated[
     bool, Parameter(negative="", help="Permit unencrypted listeners on an address that is not loopback.")

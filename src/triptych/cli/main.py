@@ -13,10 +13,17 @@ from triptych.cli.flags import (
     DEMO,
     AllowPlaintext,
     EngineAddresses,
+    EngineCa,
+    EngineCertificate,
+    EngineKey,
+    EngineTls,
     GrpcAddress,
     HttpAddress,
     MetricsAddress,
     Model,
+    TlsCertificate,
+    TlsClientCa,
+    TlsKey,
 )
 from triptych.cli.options import EngineOptions
 from triptych.core.errors import TriptychError, one_line
@@ -44,23 +51,38 @@ def engine(
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
     options: Options = NO_OPTIONS,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     allow_plaintext: AllowPlaintext = False,
     announce: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
     """Run one engine: one model, one role, one OpenEngine gRPC server."""
     from triptych.cli.engine import Listeners, run
+    from triptych.rpc.tls import TlsFiles
 
-    return run(model, role, options, Listeners(grpc, metrics, allow_plaintext), announce=announce)
+    tls = TlsFiles.of(tls_certificate, tls_key, tls_client_ca)
+    return run(model, role, options, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
 
 
 @app.command
 def gateway(
-    *, engine: EngineAddresses, http: HttpAddress = "127.0.0.1:8000", allow_plaintext: AllowPlaintext = False
+    *,
+    engine: EngineAddresses,
+    http: HttpAddress = "127.0.0.1:8000",
+    engine_tls: EngineTls = False,
+    engine_ca: EngineCa = None,
+    engine_certificate: EngineCertificate = None,
+    engine_key: EngineKey = None,
+    allow_plaintext: AllowPlaintext = False,
 ) -> int:
     """Serve OpenAI's HTTP API in front of running engines."""
     from triptych.cli.gateway import run
+    from triptych.wire.tls import ChannelTls
 
-    return run(engine, http, allow_plaintext=allow_plaintext)
+    encrypted = engine_tls or engine_ca or engine_certificate or engine_key
+    tls = ChannelTls(engine_ca, engine_certificate, engine_key) if encrypted else None
+    return run(engine, tls, http, allow_plaintext=allow_plaintext)
 
 
 @app.command

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from triptych.cli.flags import at_least_one, size
+from triptych.cli.flags import at_least_one, not_negative, size
 from triptych.core.config import MIB, MediaLimits, SchedulerConfig
 
 _STEP = SchedulerConfig()
@@ -60,6 +60,13 @@ class EngineOptions:
             help="Requests whose pictures are decoded at once.",
         ),
     ] = _MEDIA.media_preparation_limit
+    max_loras: Annotated[
+        int, Parameter(validator=not_negative, help="LoRA adapters that may be loaded at once; 0 switches them off.")
+    ] = 8
+    max_lora_rank: Annotated[int, _count("Largest rank of a LoRA adapter.")] = 64
+    kv_events: Annotated[
+        bool, Parameter(help="Tell subscribers which prefixes are cached, for routers that send requests to them.")
+    ] = True
     served_name: Annotated[
         str | None, Parameter(help="The name clients call the model by. Default: the directory's name, or demo.")
     ] = None
@@ -68,9 +75,11 @@ class EngineOptions:
         """The same as command-line words, for a child process."""
         words = []
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                words += [f"--{field.name.replace('_', '-')}", str(value)]
+            value, flag = getattr(self, field.name), field.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                words += [f"--{flag}", str(value)]
         return words
 
     def limits(self) -> MediaLimits:

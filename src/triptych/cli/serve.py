@@ -16,6 +16,7 @@ from triptych.core.errors import StartupError
 from triptych.rpc.server import check_address
 from triptych.text.chat import ChatTemplate
 from triptych.text.tokenizer import Tokenizer
+from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
@@ -70,7 +71,7 @@ async def _bring_up(cleanup: AsyncExitStack, engine: EngineProcess, model: str, 
     """Wait for the engine, open the gateway, and wait until a request would be answered; returns the URL."""
     with loading_bar(model) as bar:
         await engine.wait_ready(bar)
-    opened = await open_gateway(cleanup, [engine.address], *split_address(http))
+    opened = await open_gateway(cleanup, [EngineChannel(engine.address)], *split_address(http))
     try:
         async with asyncio.timeout(READY_SECONDS):
             await opened.router.wait_ready()

@@ -132,13 +132,21 @@ class Section:
         return value
 
     def _number(self, key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
             raise self.error(key, f"must be a finite number, not {value!r:.100}")
         return value
 
 
-def read_json(directory: Path, name: str) -> Section:
-    """One JSON file of the directory.
+def _is_finite(value: float) -> bool:
+    """Whether a double can hold it: JSON has whole numbers of any length."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def read_json(directory: Path, name: str, limit: int = MAX_JSON_BYTES) -> Section:
+    """One JSON file of the directory, of at most ``limit`` bytes.
 
     Raises:
         CheckpointError: no such directory or file, unreadable, too large, not JSON, or not an object.
@@ -149,7 +157,7 @@ def read_json(directory: Path, name: str) -> Section:
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {name}: it is not a Hugging Face model directory")
     try:
-        values = json.loads(_read(path, MAX_JSON_BYTES))
+        values = json.loads(_read(path, limit))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from triptych.core.errors import StartupError
@@ -40,6 +41,9 @@ class SchedulerConfig:
     """Pre-merge encoder tokens of one step; an item larger than this runs alone."""
     encoder_cache_bytes: int = 128 * MIB
     """Bytes of encoder rows kept, in use and reusable together."""
+    priority_seconds: float = 60.0
+    """The most a request of high priority is treated as older than it is, and one of low priority as younger; so this
+    is also what bounds how long the one can keep the other waiting."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -51,6 +55,8 @@ class SchedulerConfig:
             self, "max_batched_tokens", "max_running_requests", "max_waiting_requests", "max_context", "block_size"
         )
         _positive(self, "num_blocks", "encoder_items", "encoder_tokens", "encoder_cache_bytes")
+        if not 0 <= self.priority_seconds < math.inf:
+            raise StartupError(f"priority_seconds must be a finite number >= 0, not {self.priority_seconds}")
 
 
 @dataclass(frozen=True, slots=True)

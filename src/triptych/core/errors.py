@@ -9,6 +9,9 @@
     ├── UnsupportedFeature        the contract has it, this engine does not offer it
     ├── RoleMismatch              the request belongs to an engine of another role
     ├── ModelNotFound             another model is served here
+    │   └── AdapterNotFound       no adapter of this name is loaded
+    ├── AdapterConflict           its id or name is taken by another adapter
+    ├── WrongState                what was asked does not fit how the engine was started, or which start it is
     ├── RequestNotFound           no such request
     ├── DuplicateRequest          the id is in use by a live request
     ├── Overloaded                a queue or a limit is full; retry later or elsewhere
@@ -130,6 +133,24 @@ class ModelNotFound(TriptychError):
 
     status = Status.NOT_FOUND
     code = Code.MODEL_NOT_FOUND
+
+
+class AdapterNotFound(ModelNotFound):
+    """Expected. No LoRA adapter of this name is loaded."""
+
+
+class AdapterConflict(TriptychError):
+    """Expected. A loaded LoRA adapter has this id or this name already."""
+
+    status = Status.ALREADY_EXISTS
+    code = Code.INVALID_ARGUMENT
+
+
+class WrongState(TriptychError):
+    """Expected. Well-formed, but not for this process: switched off by a flag, or meant for an earlier start."""
+
+    status = Status.FAILED_PRECONDITION
+    code = Code.INVALID_ARGUMENT
 
 
 class RequestNotFound(TriptychError):

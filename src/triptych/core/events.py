@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from triptych.core.errors import TriptychError
+    from triptych.core.logprobs import TokenLogprob
 
 
 class FinishReason(enum.Enum):
@@ -63,26 +64,42 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """The expanded prompt with its log probabilities, for a request that asked; once, before any of its tokens."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    """One for each token; None for the first, and before the start that was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one request; a delta, never cumulative."""
+    """New tokens of one output; a delta, never cumulative."""
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str = ""
     """What the delta adds to the visible answer; empty inside the engine, which knows no text."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token where the request asked for them, else empty."""
+    output_index: int = 0
+    """Which of the request's outputs; 0 inside the engine, where each output is a request of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. Terminal."""
+    """One output is complete; with ``usage`` it was the last one and the event is terminal."""
 
     request_id: str
     reason: FinishReason
-    usage: Usage
+    usage: Usage | None
+    """Of the whole request; None while another of its outputs goes on."""
     stop: StopMatch | None = None
     """Set when the reason is STOP."""
     spans: tuple[Span, ...] = ()
+    output_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,4 +110,9 @@ class Failed:
     error: TriptychError
 
 
-Event = Tokens | Finished | Failed
+Event = Prompt | Tokens | Finished | Failed
+
+
+def is_terminal(event: Event) -> bool:
+    """Whether nothing follows the event."""
+    return isinstance(event, Failed) or (isinstance(event, Finished) and event.usage is not None)

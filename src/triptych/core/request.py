@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import InvalidRequest
+from triptych.core.logprobs import LogprobOptions
 
 if TYPE_CHECKING:
+    from triptych.core.adapter import Adapter
     from triptych.core.encoder_input import EncoderInput
+    from triptych.core.guide import Grammar, Guide
     from triptych.core.layout import Positions
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
@@ -19,6 +22,16 @@ MAX_STOP_CHARACTERS = 4096
 """All stop strings of a request together: matching them costs memory and time before the first token."""
 MAX_UINT32 = 2**32 - 1
 MAX_REQUEST_ID_BYTES = 1024
+MAX_ADAPTER_NAME_BYTES = 1024
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def derived_seed(seed: int, output_index: int) -> int:
+    """The seed of one of several outputs: the request's own for the first, steps of the 64-bit golden ratio after it.
+
+    A request for one output with the derived seed gives the same tokens.
+    """
+    return (seed + output_index * _GOLDEN) % 2**64
 
 
 def _require(condition: bool, message: str) -> None:
@@ -125,6 +138,14 @@ class GenerateRequest:
     cache: CacheOptions = field(default_factory=CacheOptions)
     detokenize: bool = True
     """False: token ids only, no text is produced (stop strings are then refused)."""
+    num_sequences: int = 1
+    """Outputs, which share one prefill; their seeds are derived."""
+    logprobs: LogprobOptions = field(default_factory=LogprobOptions)
+    guide: Guide | None = None
+    lora_name: str = ""
+    """A loaded adapter; empty for the base model."""
+    priority: int = 0
+    """Higher is more urgent."""
 
     def __post_init__(self) -> None:
         """Check the fields that need no model.
@@ -137,6 +158,10 @@ class GenerateRequest:
         _require(size <= MAX_REQUEST_ID_BYTES, f"request_id has {size} bytes; at most {MAX_REQUEST_ID_BYTES}")
         _require(bool(self.model), "model must not be empty")
         _require(len(self.prompt) > 0, "the prompt is empty")
+        _require(1 <= self.num_sequences <= MAX_UINT32, f"num_sequences must be in [1, 2^32), not {self.num_sequences}")
+        size = len(self.lora_name.encode(errors="surrogatepass"))
+        _require(size <= MAX_ADAPTER_NAME_BYTES, f"lora_name has {size} bytes; at most {MAX_ADAPTER_NAME_BYTES}")
+        _require(-(2**31) <= self.priority < 2**31, f"priority must be a signed 32-bit number, not {self.priority}")
         _require(
             self.detokenize or not self.stopping.stop_strings,
             "stop strings need text: leave extra.detokenize at true, or use stop token ids",
@@ -160,3 +185,8 @@ class Request:
     cache: CacheOptions
     arrival: float
     """Monotonic seconds."""
+    logprobs: LogprobOptions = field(default_factory=LogprobOptions)
+    grammar: Grammar | None = None
+    """What the answer must match; it then ends with an end-of-sequence token, whatever ``ignore_eos`` says."""
+    adapter: Adapter | None = None
+    priority: int = 0

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from triptych.core.errors import TriptychError
+    from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
 
 
@@ -65,6 +66,12 @@ class StepResult:
     """Request id to its next token, for every slice with ``samples`` that did not fail."""
     encoded: tuple[bytes, ...] = ()
     """Keys whose rows are stored now."""
+    logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    """Request id to its sampled token's, for every request that wants the output's."""
+    prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Request id to those of its slice [start, end), for every request that wants the prompt's: the tokens with index
+    start + 1 .. end, as far as they are prompt tokens at or after ``prompt_start``, in order. A request of which a
+    token was sampled has had them all: a prompt that is computed again, after a preemption, gives none."""
     failures: Mapping[str, TriptychError] = field(default_factory=dict)
     """Request id to the reason; nothing of a failed request was committed."""
     encode_seconds: float = 0.0

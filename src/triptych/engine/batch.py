@@ -8,6 +8,14 @@ decodes is a handful of gathers:
     tables          [blocks of the request, then 0]
     last            latest known token
     delta           position minus index, for tokens after the prompt
+
+Wanted rows of a batch of S slices, in this order:
+
+    0 .................... S ............................................. R
+    [ last token of each   ][ tokens before those prompt tokens whose log   ]
+    [ slice, packed order  ][ probability is wanted: slice by slice         ]
+
+A token may be in both regions.
 """
 
 from __future__ import annotations
@@ -19,13 +27,14 @@ import torch
 
 from triptych.core.errors import Internal
 from triptych.engine.sampler import Chooser
-from triptych.models.contract import PackedBatch
+from triptych.models.contract import AdapterUse, PackedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
+    from triptych.core.adapter import Adapter
     from triptych.core.config import SchedulerConfig
     from triptych.core.layout import ItemLayout
     from triptych.core.request import Request
@@ -35,11 +44,20 @@ if TYPE_CHECKING:
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
+class PromptRows(NamedTuple):
+    """Which prompt tokens of one slice get a log probability: indices ``[first, end)`` of the prompt, at least one."""
+
+    request_id: str
+    first: int
+    end: int
+
+
 class Built(NamedTuple):
-    """A packed batch and which slice each of its sequences is."""
+    """A packed batch, which slice each of its sequences is, and whose the wanted rows behind those are."""
 
     batch: PackedBatch
     order: tuple[TokenSlice, ...]
+    prompts: tuple[PromptRows, ...]
 
 
 class _Packed(NamedTuple):
@@ -56,7 +74,7 @@ class _Packed(NamedTuple):
 class SequenceState:
     """What the runner knows about one request."""
 
-    __slots__ = ("_rows_at", "chooser", "line", "prompt_len", "request", "tokens")
+    __slots__ = ("_rows_at", "answered", "chooser", "line", "prompt_len", "request", "tokens")
 
     def __init__(self, request: Request, line: int, capacity: int, vocab_size: int) -> None:
         self.request = request
@@ -65,8 +83,19 @@ class SequenceState:
         self.tokens = np.zeros(capacity, np.int64)
         """Known tokens by index, prompt first."""
         self.tokens[: self.prompt_len] = request.plan.token_ids
+        self.answered = False
+        """Whether a token was sampled. The log probabilities of the prompt have then been given, and are not again."""
         self.chooser = Chooser(request, vocab_size)
         self._rows_at: dict[int, Ints] = {}
+
+    def predicted(self, piece: TokenSlice) -> PromptRows | None:
+        """The prompt tokens whose log probability is wanted and whose predecessors are in the slice."""
+        options = self.request.logprobs
+        if not options.prompt or self.answered:
+            return None
+        first = max(piece.start + 1, options.prompt_start)
+        end = min(piece.start + piece.length + 1, self.prompt_len)
+        return PromptRows(piece.request_id, first, end) if first < end else None
 
     def rows_at(self, item: int) -> Ints:
         """Ascending prompt positions that receive the item's rows: row ``i`` belongs to the ``i``-th of them."""
@@ -97,12 +126,19 @@ class BatchBuilder:
         self._last = np.zeros(lines, np.int64)
         self._delta = np.zeros(lines, np.int64)
         self._count = np.arange(lines + 1)
+        """A batch has at most ``max_running_requests`` slices, however many lines there are."""
+        self._adapted = 0
+        """States whose request has an adapter."""
 
     def start(self, request: Request) -> None:
         """Make room for a request.
 
-        At most ``max_running_requests`` have state: those that were preempted run again before new ones start.
+        At most ``max_running_requests`` are in a batch, but those that were preempted keep their state while others,
+        more urgent, start: the bound is the number of live requests, which running and waiting requests bound
+        together. Lines are doubled when they are used up, and are not given back.
         """
+        if not self._free:
+            self._add_lines(len(self._widths))
         line = self._free.pop()
         length = len(request.plan)
         limit = request.stopping.max_tokens
@@ -112,10 +148,21 @@ class BatchBuilder:
         self._widths[line] = 0
         self._last[line] = request.plan.token_ids[-1]
         self._delta[line] = request.positions.delta
+        self._adapted += request.adapter is not None
+
+    def _add_lines(self, count: int) -> None:
+        lines = len(self._widths)
+        self._free += range(lines, lines + count)
+        self._tables = np.pad(self._tables, ((0, count), (0, 0)))
+        self._widths += [0] * count
+        self._last = np.pad(self._last, (0, count))
+        self._delta = np.pad(self._delta, (0, count))
 
     def end(self, request_id: str) -> None:
         """Drop a request's state."""
-        self._free.append(self._states.pop(request_id).line)
+        state = self._states.pop(request_id)
+        self._free.append(state.line)
+        self._adapted -= state.request.adapter is not None
 
     def state(self, request_id: str) -> SequenceState:
         """The state of a started request."""
@@ -138,12 +185,18 @@ class BatchBuilder:
         self._widths[line] = width
 
     def append(self, request_id: str, index: int, token: int) -> None:
-        """Note the token that was sampled for sequence index ``index``."""
+        """Note the token that was sampled for sequence index ``index``.
+
+        Raises:
+            InvalidRequest: the request's grammar refuses it; nothing was noted.
+            Internal: the request's grammar failed; likewise.
+        """
         state = self._states[request_id]
+        state.chooser.observe(token)
         if index < len(state.tokens):  # the last token of an answer is never computed
             state.tokens[index] = token
         self._last[state.line] = token
-        state.chooser.observe(token)
+        state.answered = True
 
     def build(self, pieces: Sequence[TokenSlice], rows: Mapping[bytes, torch.Tensor]) -> Built:
         """Pack the slices, single tokens first. ``rows`` holds the encoder rows by key.
@@ -157,6 +210,8 @@ class BatchBuilder:
         contexts = tuple([piece.start + piece.length for piece in order])
         media_at: torch.Tensor | None = None
         media_rows: torch.Tensor | None = None
+        prompts: list[PromptRows] = []
+        before: list[Ints] = []
         if decodes == len(order):
             starts = self._count[: len(order) + 1]
             packed = self._gather(lines, begins)
@@ -164,6 +219,11 @@ class BatchBuilder:
             starts = np.cumsum([0, *(piece.length for piece in order)])
             packed = self._pack(order, starts, lines, begins, decodes)
             media_at, media_rows = self._media(order, starts, rows)
+            for number in range(decodes, len(order)):
+                predicted = self._states[order[number].request_id].predicted(order[number])
+                if predicted is not None:
+                    prompts.append(predicted)
+                    before.append(np.arange(predicted.first - 1, predicted.end - 1) - begins[number] + starts[number])
         widest = -(-max(contexts) // self._block_size)
         batch = PackedBatch(
             token_ids=self._tensor(packed.token_ids),
@@ -173,11 +233,12 @@ class BatchBuilder:
             contexts=contexts,
             block_tables=self._tensor(self._tables[lines, :widest]),
             singles=singles,
-            sample_at=self._tensor(starts[1:] - 1),
+            sample_at=self._tensor(np.concatenate([starts[1:] - 1, *before])),
             media_at=media_at,
             media_rows=media_rows,
+            adapters=self._adapters(order, starts) if self._adapted else (),
         )
-        return Built(batch, order)
+        return Built(batch, order, tuple(prompts))
 
     def _gather(self, lines: Ints, indices: Ints) -> _Packed:
         """The latest tokens of some lines, at these indices of their sequences; all after the prompt."""
@@ -233,6 +294,16 @@ class BatchBuilder:
         if sum(map(len, parts)) != sum(map(len, at)):
             raise Internal("encoder rows and the positions that take them differ in number")
         return self._tensor(np.concatenate(at)), torch.cat(parts)
+
+    def _adapters(self, order: Sequence[TokenSlice], starts: Ints) -> tuple[AdapterUse, ...]:
+        """The packed indices of each adapter. Equal digests are one adapter, loaded twice."""
+        uses: dict[bytes, tuple[Adapter, list[Ints]]] = {}
+        for number, piece in enumerate(order):
+            adapter = self._states[piece.request_id].request.adapter
+            if adapter is not None:
+                _, parts = uses.setdefault(adapter.digest, (adapter, []))
+                parts.append(np.arange(starts[number], starts[number + 1]))
+        return tuple(AdapterUse(adapter, self._tensor(np.concatenate(parts))) for adapter, parts in uses.values())
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._spec.device)

@@ -20,6 +20,8 @@ from triptych.core.errors import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from triptych.engine.journal import KvJournal
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStatistics:
@@ -32,12 +34,15 @@ class BlockStatistics:
     allocations: int
     """Blocks handed out since the start."""
     shares: int
-    """Blocks found by hash and shared since the start."""
+    """Blocks that one more table took since the start."""
     evictions: int
 
 
 class BlockPool:
-    """Reference counts and content hashes of ``num_blocks`` blocks, ids 0 to num_blocks - 1."""
+    """Reference counts and content hashes of ``num_blocks`` blocks, ids 0 to num_blocks - 1.
+
+    Removals are written into the ``journal``; who enlists a block knows what is in it, and writes that himself.
+    """
 
     __slots__ = (
         "_allocations",
@@ -45,12 +50,14 @@ class BlockPool:
         "_evictions",
         "_free",
         "_hash_of",
+        "_journal",
         "_reclaimable",
         "_references",
         "_shares",
     )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, journal: KvJournal | None = None) -> None:
+        self._journal = journal
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -105,21 +112,25 @@ class BlockPool:
         return sum(1 for block in blocks if not self._references[block])
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Take one more reference on blocks that ``find`` returned.
+        """Take one more reference on blocks that ``find`` returned, or that another table holds.
+
+        A held block may have no hash: another one of the same content is findable, or it is not full.
 
         Raises:
-            IntegrityError: a block holds nothing that could be shared.
+            IntegrityError: a block is free.
         """
         for block in blocks:
-            if self._hash_of[block] is None:
-                raise IntegrityError(f"block {block} was shared but holds no cached content")
             if not self._references[block]:
+                if self._hash_of[block] is None:
+                    raise IntegrityError(f"block {block} was shared but holds nothing")
                 del self._reclaimable[block]
             self._references[block] += 1
         self._shares += len(blocks)
 
-    def enlist(self, block: int, content: bytes) -> None:
-        """Make a held, completely computed block findable, unless another block of this content is so already.
+    def enlist(self, block: int, content: bytes) -> bool:
+        """Make a held, completely computed block findable, unless a block of this content is so already.
+
+        Returns whether the content became findable.
 
         Raises:
             IntegrityError: the block is not held, or is findable under another hash.
@@ -129,9 +140,12 @@ class BlockPool:
         if self._hash_of[block] is not None:
             if self._hash_of[block] != content:
                 raise IntegrityError(f"block {block} was cached twice with different contents")
-        elif content not in self._block_of:
-            self._hash_of[block] = content
-            self._block_of[content] = block
+            return False
+        if content in self._block_of:
+            return False
+        self._hash_of[block] = content
+        self._block_of[content] = block
+        return True
 
     def release(self, blocks: Sequence[int], *, forget: bool = False) -> None:
         """Give back one reference on each block of a table.
@@ -195,3 +209,5 @@ class BlockPool:
             raise IntegrityError(f"block {block} is reclaimable but has no hash")
         self._hash_of[block] = None
         del self._block_of[content]
+        if self._journal is not None:
+            self._journal.removed(content)

@@ -2,7 +2,7 @@
 
 Others reach it by three messages (submit, abort, stop) through one queue, and hear from it by one callback.
 What they may read at any time are counters. An error of the loop itself ends it: every live request is failed,
-new ones are refused, and ``failure`` says why.
+new ones are refused, and ``failure`` says why. Of cached blocks nothing more is said then: none can be used again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.errors import Draining, DuplicateRequest, Internal, TriptychError
-from triptych.core.events import Failed, Tokens
+from triptych.core.events import Failed, Finished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from triptych.core.events import Event
+    from triptych.core.kv_events import KvChange
     from triptych.core.load import Load
     from triptych.core.request import Request
     from triptych.core.step import StepPlan, StepResult
@@ -43,7 +44,8 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Submit:
-    request: Request
+    requests: tuple[Request, ...]
+    """A group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,46 +91,55 @@ class Engine:
         """
         self._arriving = 0
         """Requests in the inbox."""
-        self._deliver: Callable[[tuple[Event, ...]], None] = _to_nobody
+        self._deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None] = _to_nobody
         self._lock = threading.Lock()
         self._closed = False
         self._failure: TriptychError | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, deliver: Callable[[tuple[Event, ...]], None]) -> None:
-        """Begin, once. ``deliver`` is called on the engine thread with the events of each step; it must not block."""
+    def start(self, deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None]) -> None:
+        """Begin, once.
+
+        ``deliver`` is called on the engine thread with the events of a step and with what the step did to cached
+        blocks (see ``Scheduler.take_kv_changes``), when there is either; it must not block.
+        """
         self._deliver = deliver
         self._thread = threading.Thread(target=self._main, name="triptych-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Accept a request; from any thread. Its events follow, the last one terminal.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Accept a group: outputs that share one prompt, usually one; from any thread. All of it or nothing.
+
+        The events of each output follow, the last one terminal.
 
         Raises:
             Draining: the engine is stopping or has failed.
-            DuplicateRequest: the id is live.
+            DuplicateRequest: an id is live.
             Overloaded: the queue is full.
             InvalidRequest: the request could never run here.
         """
-        self._scheduler.check(request)
-        self._runner.check(request)
+        self._scheduler.check(requests)
+        for request in requests:
+            self._runner.check(request)
         with self._lock:
             if self._closed:
                 raise Draining("the engine has failed" if self._failure else "the engine is shutting down")
-            if request.request_id in self._live:
-                raise DuplicateRequest(f"request {request.request_id!r} is live")
-            self.check_queue()
-            self._live.add(request.request_id)
-            self._arriving += 1
-            self._inbox.put(_Submit(request))
+            for request in requests:
+                if request.request_id in self._live:
+                    raise DuplicateRequest(f"request {request.request_id!r} is live")
+            self.check_queue(len(requests))
+            self._live.update(request.request_id for request in requests)
+            self._arriving += len(requests)
+            self._inbox.put(_Submit(tuple(requests)))
 
-    def check_queue(self) -> None:
-        """Refuse what ``submit`` would refuse for want of room; from any thread.
+    def check_queue(self, count: int = 1) -> None:
+        """Refuse what ``submit`` would refuse for want of room for ``count`` outputs; from any thread.
 
         Raises:
             Overloaded: the queue is full.
+            InvalidRequest: there is never room for so many.
         """
-        self._scheduler.check_queue(self._arriving)
+        self._scheduler.check_queue(self._arriving, count)
 
     def abort(self, request_id: str) -> None:
         """End a request soon; from any thread. An id that is not live is no error."""
@@ -190,36 +201,43 @@ class Engine:
 
     def _accept(self, message: _Message) -> bool:
         match message:
-            case _Submit(request):
-                with self._lock:
-                    self._arriving -= 1
-                try:
-                    self._scheduler.add(request)
-                except TriptychError as error:
-                    self._send((Failed(request.request_id, error),))
-                except Exception:
-                    logger.exception("request %s could not be queued", request.request_id)
-                    self._send((Failed(request.request_id, Internal("the request could not be queued")),))
+            case _Submit(requests):
+                self._queue(requests)
             case _Abort(request_id):
                 self._send(self._scheduler.abort(request_id, self._clock()))
             case _Stop():
                 return False
         return True
 
+    def _queue(self, requests: tuple[Request, ...]) -> None:
+        with self._lock:
+            self._arriving -= len(requests)
+        error: TriptychError
+        try:
+            self._scheduler.add(requests)
+            return
+        except TriptychError as refusal:
+            error = refusal
+        except Exception:
+            logger.exception("request %s could not be queued", requests[0].request_id)
+            error = Internal("the request could not be queued")
+        self._send(tuple(Failed(request.request_id, error) for request in requests))
+
     def _step(self) -> None:
         plan = self._scheduler.plan(self._clock())
         result = self._runner.run(plan)
-        self._send(self._scheduler.apply(result, self._clock()))
+        events = self._scheduler.apply(result, self._clock())
+        self._send(events, self._scheduler.take_kv_changes())
 
-    def _send(self, events: tuple[Event, ...]) -> None:
-        if not events:
+    def _send(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...] = ()) -> None:
+        if not events and not kv_changes:
             return
-        ended = [event.request_id for event in events if not isinstance(event, Tokens)]
+        ended = [event.request_id for event in events if isinstance(event, Finished | Failed)]
         if ended:
             with self._lock:
                 # Before delivery: whoever hears of the end may submit the id again at once.
                 self._live.difference_update(ended)
-        self._deliver(events)
+        self._deliver(events, kv_changes)
 
     def _end_all(self) -> None:
         """Cancel what is live, let the runner drop its state, and look whether anything is still held."""
@@ -251,11 +269,11 @@ class Engine:
             self._arriving = 0
         try:
             if ids:
-                self._deliver(tuple(Failed(request_id, self._failure) for request_id in ids))
+                self._deliver(tuple(Failed(request_id, self._failure) for request_id in ids), ())
         except Exception:
             logger.exception("the end of %d request(s) could not be delivered", len(ids))
 
 
-def _to_nobody(events: tuple[Event, ...]) -> None:
+def _to_nobody(events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
     """The receiver before ``start``; nothing is ever sent to it."""
-    raise Internal(f"{len(events)} event(s) of an engine that was not started")
+    raise Internal(f"{len(events)} event(s) and {len(kv_changes)} change(s) of an engine that was not started")

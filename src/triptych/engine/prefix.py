@@ -3,7 +3,7 @@
 A block's hash covers everything that its keys and values depend on:
 
     parent          hash of the block before it; the first block's parent is a digest of the domain tag,
-                    and the caller's salt
+                    the caller's salt and the LoRA adapter's digest (of nothing for the base model)
     token ids       of the block, int32 little endian
     media           for each stretch of an item inside the block: offset in the block, length, offset
                     inside the item, and the item's content key
@@ -15,6 +15,8 @@ name a picture: two prompts that differ in a picture share exactly the blocks be
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
@@ -24,15 +26,21 @@ if TYPE_CHECKING:
 
     from triptych.core.plan import PromptPlan
 
-DOMAIN = b"triptych kv block 1"
+DOMAIN = b"triptych kv block 2"
 _FIELD = struct.Struct("<Q")
 _STRETCH = struct.Struct("<III32s")
+_end = attrgetter("end")
 
 
-def chain_seed(salt: str) -> bytes:
-    """The parent of a first block: 32 bytes over length-prefixed fields."""
+def chain_seed(salt: str, adapter: bytes) -> bytes:
+    """The parent of a first block: 32 bytes over length-prefixed fields.
+
+    Args:
+        salt: The tenant's namespace.
+        adapter: Digest of the LoRA adapter that the keys and values are computed with; empty for none.
+    """
     hasher = blake3()
-    for field in (DOMAIN, salt.encode(errors="surrogatepass")):
+    for field in (DOMAIN, salt.encode(errors="surrogatepass"), adapter):
         hasher.update(_FIELD.pack(len(field)))
         hasher.update(field)
     return hasher.digest()
@@ -52,15 +60,21 @@ class BlockChain:
     """The block hashes of one request, computed on demand and each only once.
 
     Known tokens never change, so the chain survives preemption. ``hashes[i]`` names block ``i``.
+
+    Args:
+        plan: The prompt.
+        seed: What ``chain_seed`` made of everything else.
+        block_size: Tokens of a block.
     """
 
-    __slots__ = ("_block_size", "_next_stretch", "_parent", "_prompt", "_stretches", "hashes")
+    __slots__ = ("_block_size", "_items", "_next_stretch", "_parent", "_prompt", "_stretches", "hashes")
 
-    def __init__(self, plan: PromptPlan, salt: str, block_size: int) -> None:
+    def __init__(self, plan: PromptPlan, seed: bytes, block_size: int) -> None:
         self.hashes: list[bytes] = []
         self._prompt = plan.token_ids
+        self._items = plan.items
         self._block_size = block_size
-        self._parent = chain_seed(salt)
+        self._parent = seed
         self._stretches: list[_Stretch] = []
         self._next_stretch = 0
         for item in plan.items:
@@ -77,6 +91,28 @@ class BlockChain:
             data = b"".join((self._parent, self._tokens(output, start, end), *self._media(start, end)))
             self._parent = blake3(data).digest()
             self.hashes.append(self._parent)
+
+    def adopt(self, other: BlockChain) -> None:
+        """Take over the hashes of a chain that has the same seed and, as far as it got, the same tokens."""
+        self.hashes = other.hashes.copy()
+        self._parent, self._next_stretch = other._parent, other._next_stretch
+
+    def token_ids(self, output: Sequence[int], index: int) -> tuple[int, ...]:
+        """The tokens of block ``index``; placeholders where rows stand."""
+        start, end = index * self._block_size, (index + 1) * self._block_size
+        first, last = max(start - len(self._prompt), 0), max(end - len(self._prompt), 0)
+        return (*self._prompt[start:end].tolist(), *output[first:last])
+
+    def item_keys(self, index: int) -> tuple[bytes, ...]:
+        """Content keys of the items with a position in block ``index``, in prompt order."""
+        start, end = index * self._block_size, (index + 1) * self._block_size
+        keys = []
+        for item in self._items[bisect_right(self._items, start, key=_end) :]:
+            if item.start >= end:
+                break
+            if item.overlaps(start, end):
+                keys.append(item.content_key)
+        return tuple(keys)
 
     def _tokens(self, output: Sequence[int], start: int, end: int) -> bytes:
         prompt = self._prompt[start:end].astype("<i4").tobytes()

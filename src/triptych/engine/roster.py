@@ -1,17 +1,26 @@
 """The live requests and everything they hold.
 
-A request waits or runs. A waiting one holds nothing; a running one holds the blocks of its table and
-references on encoder rows. Each way out of running (preemption, the end) gives all of it back once.
+A request waits, is attached to one that leads it, or runs. Only a running one holds anything: the blocks of its
+table and references on encoder rows. Each way out of running (preemption, the end) gives all of it back once.
+
+    waiting ----admit----> running --retire-->
+       ^  ^                 |   ^
+       |  +----preempt------+   | fork: the leader's prompt is computed and there is a block
+       |                        |
+       +-----------------------attached        the leader ended before that, or there is no block
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import IntegrityError
 from triptych.engine.blocks import BlockPool
 from triptych.engine.encoder_cache import EncoderCache
+from triptych.engine.journal import KvJournal
+from triptych.engine.running import Running
+from triptych.engine.waiting import Waiting
 
 if TYPE_CHECKING:
     from triptych.core.config import SchedulerConfig
@@ -20,48 +29,70 @@ if TYPE_CHECKING:
 
 
 class Roster:
-    """Queue, running set, block pool and encoder-cache ledger, kept in step with one another."""
+    """Queue, groups, running set, block pool and encoder-cache ledger, kept in step with one another."""
 
     __slots__ = (
         "_block_size",
+        "attached",
         "cache",
         "ended",
+        "journal",
         "pool",
         "preemptions",
+        "reserved",
         "running",
         "running_tokens",
         "waiting",
-        "waiting_tokens",
     )
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, kv_changes: bool) -> None:
         self._block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.journal = KvJournal() if kv_changes else None
+        self.pool = BlockPool(config.num_blocks, self.journal)
         self.cache = EncoderCache(config.encoder_cache_bytes)
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
-        """In order of age; preempted requests are older than those that never ran."""
-        self.running: dict[str, Sequence] = {}
-        """In order of age, all older than any waiting one."""
+        self.waiting = Waiting()
+        self.attached: dict[str, Sequence] = {}
+        """The followers of all that lead."""
+        self.running = Running()
+        self.reserved = 0
+        """Followers of running requests: places kept for them."""
         self.ended: list[str] = []
         """Requests whose runner state can go with the next plan."""
         self.running_tokens = 0
-        self.waiting_tokens = 0
         self.preemptions = 0
+
+    @property
+    def queued(self) -> int:
+        """Requests that are live and do not run."""
+        return len(self.waiting) + len(self.attached)
+
+    @property
+    def places(self) -> int:
+        """Requests that run or are sure to."""
+        return len(self.running) + self.reserved
+
+    @property
+    def spare(self) -> int:
+        """Blocks to be had when one is left for each place: without it admission is soon paid for with a preemption."""
+        return self.pool.available - self.places
 
     def find(self, request_id: str) -> Sequence | None:
         """The live request with this id, or None."""
-        return self.running.get(request_id) or self.waiting.get(request_id)
+        return self.running.by_id.get(request_id) or self.waiting.get(request_id) or self.attached.get(request_id)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Put a new request at the end of the queue."""
-        self.waiting[sequence.request_id] = sequence
-        self.waiting_tokens += sequence.known
+        """Take a new request: a follower joins its leader, which was taken before, anybody else the queue."""
+        if sequence.leader is None:
+            self.waiting.push(sequence)
+        else:
+            sequence.leader.followers.append(sequence)
+            self.attached[sequence.request_id] = sequence
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the longest cached prefix; the last known token is always computed anew."""
+        """Blocks that hold the longest cached prefix which the request can use."""
         if sequence.request.cache.bypass_prefix_cache:
             return []
-        count = (sequence.known - 1) // self._block_size
+        count = sequence.reusable // self._block_size
         sequence.chain.extend(sequence.output, count)
         hits = []
         for content in sequence.chain.hashes[:count]:
@@ -72,31 +103,37 @@ class Roster:
         return hits
 
     def admit(self, sequence: Sequence, hits: list[int], missing: int) -> None:
-        """Let the waiting request run with the found blocks and ``missing`` new ones.
+        """Let the waiting request run with the found blocks and ``missing`` new ones, its followers' places kept.
 
         Raises:
             IntegrityError: there are fewer blocks than the caller counted.
         """
-        self.pool.share(hits)
-        blocks = self.pool.allocate(missing)
-        if blocks is None:
-            raise IntegrityError(f"request {sequence.request_id!r}: blocks counted as available were not")
-        del self.waiting[sequence.request_id]
-        self.waiting_tokens -= sequence.known
-        self.running[sequence.request_id] = sequence
-        sequence.running = True
-        sequence.blocks = [*hits, *blocks]
-        sequence.registered = len(hits)
-        self._move(sequence, len(hits) * self._block_size)
+        self.waiting.remove(sequence)
+        self.reserved += len(sequence.followers)
+        self._run(sequence, hits, missing)
+
+    def fork(self, leader: Sequence) -> None:
+        """The prompt of ``leader`` is computed, and nothing else yet: its followers go on from there.
+
+        Each has the leader's full blocks before the last prompt token, which it computes itself for its own first
+        token; what follows them fits into one block. Where there is none just now it waits for its turn.
+        """
+        shared = leader.blocks[: (leader.prompt_len - 1) // self._block_size]
+        for follower in self._dismiss(leader):
+            follower.chain.adopt(leader.chain)
+            if self.spare > 0:
+                self._run(follower, shared, 1)
+            else:
+                self.waiting.push(follower)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Add one block, at the cost of the youngest; False when the request had to give way itself."""
+        """Add one block, at the cost of the highest key; False when the request had to give way itself."""
         while True:
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 sequence.blocks.extend(blocks)
                 return True
-            victim = next(reversed(self.running.values()))
+            victim = self.running.last()
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -108,27 +145,33 @@ class Roster:
         if full > sequence.registered:
             sequence.chain.extend(sequence.output, full)
             for index in range(sequence.registered, full):
-                self.pool.enlist(sequence.blocks[index], sequence.chain.hashes[index])
+                found = self.pool.enlist(sequence.blocks[index], sequence.chain.hashes[index])
+                if found and self.journal is not None:
+                    self.journal.stored(sequence, index)
             sequence.registered = full
 
     def lose_rows(self, key: bytes) -> list[Sequence]:
         """The rows of ``key`` could not be computed; returns the requests that needed them, without them."""
         losers = []
         for request_id, item in self.cache.fail(key):
-            sequence = self.running[request_id]
+            sequence = self.running.by_id[request_id]
             sequence.held.remove(item)
             losers.append(sequence)
         return losers
 
     def retire(self, sequence: Sequence, *, suspect: bool = False) -> None:
-        """End a request. What a ``suspect`` one computed is not left for others to find."""
-        self._free(sequence, suspect=suspect)
-        if sequence.running:
-            del self.running[sequence.request_id]
-            self.running_tokens -= sequence.computed
+        """End a request. What a ``suspect`` one computed is not left for others to find.
+
+        Whoever still follows it waits on his own from now on.
+        """
+        for follower in self._dismiss(sequence):
+            self.waiting.push(follower)
+        if sequence.leader is not None:
+            self._detach(sequence, sequence.leader)
+        elif sequence.running:
+            self._stop(sequence, suspect=suspect)
         else:
-            del self.waiting[sequence.request_id]
-            self.waiting_tokens -= sequence.known
+            self.waiting.remove(sequence)
         if sequence.started:
             self.ended.append(sequence.request_id)
 
@@ -140,7 +183,7 @@ class Roster:
         """
         references: dict[int, int] = {}
         holders: dict[bytes, set[Holder]] = {}
-        for sequence in self.running.values():
+        for sequence in self.running:
             for block in sequence.blocks:
                 references[block] = references.get(block, 0) + 1
             for item in sequence.held:
@@ -152,33 +195,78 @@ class Roster:
                 raise IntegrityError(f"request {sequence.request_id!r}: computed tokens without blocks")
         self.pool.check_integrity(references)
         self.cache.check_integrity(holders)
-        if any(sequence.blocks or sequence.held or sequence.computed for sequence in self.waiting.values()):
-            raise IntegrityError("a waiting request holds blocks or rows")
-        if self.running_tokens != sum(sequence.computed for sequence in self.running.values()):
+        idle = (*self.waiting, *self.attached.values())
+        if any(sequence.blocks or sequence.held or sequence.computed or sequence.running for sequence in idle):
+            raise IntegrityError("a request that does not run holds blocks or rows")
+        if self.running_tokens != sum(sequence.computed for sequence in self.running):
             raise IntegrityError("running tokens are miscounted")
-        if self.waiting_tokens != sum(sequence.known for sequence in self.waiting.values()):
+        if self.waiting.tokens != sum(sequence.known for sequence in self.waiting):
             raise IntegrityError("waiting tokens are miscounted")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        leaders = [sequence for sequence in (*self.waiting, *self.running) if sequence.followers]
+        followers = {follower.request_id for leader in leaders for follower in leader.followers}
+        if followers != set(self.attached) or any(leader.leader or leader.prefilled for leader in leaders):
+            raise IntegrityError("a request follows nobody, or one that is past its prompt")
+        if any(follower.leader is not leader for leader in leaders for follower in leader.followers):
+            raise IntegrityError("a request follows two others")
+        if self.reserved != sum(len(leader.followers) for leader in leaders if leader.running):
+            raise IntegrityError("reserved places are miscounted")
 
     def describe(self) -> str:
         """Who is live and what is held, in one line."""
-        running = ", ".join(map(repr, list(self.running)[:4]))
-        waiting = ", ".join(map(repr, list(self.waiting)[:4]))
+        running = ", ".join(repr(sequence.request_id) for sequence in list(self.running)[:4])
+        first = heapq.nsmallest(4, self.waiting, key=lambda sequence: sequence.key)
+        waiting = ", ".join(repr(sequence.request_id) for sequence in first)
         pool, cache = self.pool.statistics(), self.cache.statistics()
         return (
-            f"{len(self.running)} running ({running}), {len(self.waiting)} waiting ({waiting}); {pool.held} of "
+            f"{len(self.running)} running ({running}), {self.queued} waiting ({waiting}); {pool.held} of "
             f"{pool.total} blocks and {cache.held_bytes} of {cache.capacity_bytes} encoder bytes held"
         )
 
+    def _run(self, sequence: Sequence, shared: list[int], missing: int) -> None:
+        """Start computing behind the ``shared`` blocks, with ``missing`` new ones for the other known tokens."""
+        self.pool.share(shared)
+        blocks = self.pool.allocate(missing)
+        if blocks is None:
+            raise IntegrityError(f"request {sequence.request_id!r}: blocks counted as available were not")
+        self.running.add(sequence)
+        sequence.running = True
+        sequence.blocks = [*shared, *blocks]
+        sequence.registered = len(shared)
+        self._move(sequence, len(shared) * self._block_size)
+        if not sequence.started:
+            sequence.cached_prompt_tokens = sequence.computed
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue: known tokens and media inputs stay, blocks and references go."""
-        self._free(sequence, suspect=False)
-        del self.running[sequence.request_id]
-        self.running_tokens -= sequence.computed
+        """Back into the queue, with its key: known tokens and media inputs stay, blocks and references go."""
+        self._stop(sequence, suspect=False)
+        self.reserved -= len(sequence.followers)
         sequence.reset()
-        self.waiting[sequence.request_id] = sequence
-        self.waiting.move_to_end(sequence.request_id, last=False)
-        self.waiting_tokens += sequence.known
+        self.waiting.push(sequence)
         self.preemptions += 1
+
+    def _stop(self, sequence: Sequence, *, suspect: bool) -> None:
+        self.pool.release(sequence.blocks, forget=suspect)
+        for item in tuple(sequence.held):
+            self._release_rows(sequence, item)
+        self.running.remove(sequence)
+        self.running_tokens -= sequence.computed
+
+    def _dismiss(self, leader: Sequence) -> tuple[Sequence, ...]:
+        """Detach all followers."""
+        followers = tuple(leader.followers)
+        for follower in followers:
+            self._detach(follower, leader)
+        return followers
+
+    def _detach(self, follower: Sequence, leader: Sequence) -> None:
+        leader.followers.remove(follower)
+        follower.leader = None
+        del self.attached[follower.request_id]
+        if leader.running:
+            self.reserved -= 1
 
     def _move(self, sequence: Sequence, length: int) -> None:
         """Advance the cursor and let go of the items that are wholly behind it."""
@@ -188,11 +276,6 @@ class Roster:
         while sequence.next_item < len(items) and items[sequence.next_item].end <= sequence.computed:
             self._release_rows(sequence, sequence.next_item)
             sequence.next_item += 1
-
-    def _free(self, sequence: Sequence, *, suspect: bool) -> None:
-        self.pool.release(sequence.blocks, forget=suspect)
-        for item in tuple(sequence.held):
-            self._release_rows(sequence, item)
 
     def _release_rows(self, sequence: Sequence, item: int) -> None:
         if item in sequence.held:

@@ -1,35 +1,44 @@
-"""Obeys a step plan: drops, encodes, computes, samples.
+"""Obeys a step plan: drops, encodes, computes, samples, and looks up the log probabilities that are wanted.
 
 What goes wrong with one request fails that request. A call that fails for a batch is repeated for each part
-alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again. Memory
+alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again, and because
+the tokens of a batch are committed (to the history, the penalties, the grammar) only when all of it is computed. Memory
 that runs out is no exception: a part that does not fit even alone is refused as overload, and what was allocated
 for it is free again. Only a lost device is passed on: no later step could be trusted.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from triptych.core.errors import Internal, InvalidRequest, Overloaded, one_line
+from triptych.core.config import MIB
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, TriptychError, one_line
+from triptych.core.logprobs import GivenIds
 from triptych.core.step import StepResult
 from triptych.engine.batch import BatchBuilder
-from triptych.engine.sampler import Draw, choose_tokens
+from triptych.engine.logprobs import token_logprobs
+from triptych.engine.sampler import Draw, choose_tokens, not_finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from triptych.core.config import SchedulerConfig
     from triptych.core.encoder_input import EncoderInput
-    from triptych.core.errors import TriptychError
+    from triptych.core.logprobs import Candidates, TokenLogprob
     from triptych.core.request import Request
     from triptych.core.step import EncodeTask, StepPlan, TokenSlice
+    from triptych.engine.batch import PromptRows
     from triptych.models.contract import KvCache, Model
 
 logger = logging.getLogger(__name__)
+
+PROMPT_LOGIT_BYTES = 32 * MIB
+"""Logits that are had at once for the log probabilities of prompt tokens: a chunk's together may be gigabytes."""
 
 
 class _Trouble(NamedTuple):
@@ -50,6 +59,19 @@ class _Encoded(NamedTuple):
     troubles: Mapping[bytes, _Trouble]
 
 
+class _Outcome(NamedTuple):
+    """What the slices of a step have given so far, each by request id."""
+
+    sampled: dict[str, int]
+    logprobs: dict[str, TokenLogprob]
+    prompt_logprobs: dict[str, tuple[TokenLogprob, ...]]
+    failures: dict[str, TriptychError]
+
+
+_Choice = int | TriptychError | None
+"""What a slice came to: its next token, why there is none, or nothing where it does not reach the last known token."""
+
+
 class Runner:
     """Owns the KV storage, the encoder rows and the state of started requests. Belongs to the engine thread."""
 
@@ -65,7 +87,8 @@ class Runner:
         """Refuse what the model cannot read. Reads only constants: safe from any thread.
 
         Raises:
-            InvalidRequest: a token id outside the vocabulary, positions of the wrong shape, or media without a tower.
+            InvalidRequest: a token id outside the vocabulary, in the prompt or among the candidates for log
+                probabilities; positions of the wrong shape; or media without a tower.
         """
         low, high = int(request.plan.token_ids.min()), int(request.plan.token_ids.max())
         if low < 0 or high >= self._spec.vocab_size:
@@ -76,6 +99,14 @@ class Runner:
             raise InvalidRequest(f"positions have {axes} axes, the model has {self._spec.position_axes}")
         if request.inputs and self._model.tower is None:
             raise InvalidRequest("the request has media but the model has no tower")
+        for name in ("prompt_candidates", "output_candidates"):
+            candidates = getattr(request.logprobs, name)
+            ids = candidates.token_ids if isinstance(candidates, GivenIds) else ()
+            outside = next((token for token in ids if not 0 <= token < self._spec.vocab_size), None)
+            if outside is not None:
+                raise InvalidRequest(
+                    f"response.{name}: token id {outside} is outside the vocabulary of {self._spec.vocab_size}"
+                )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -86,15 +117,18 @@ class Runner:
             del self._rows[key]
         for request in plan.starts:
             self._builder.start(request)
-        failures: dict[str, TriptychError] = {}
+        outcome = _Outcome({}, {}, {}, {})
         begin = time.perf_counter()
-        encoded = self._encode(plan.encode, failures) if plan.encode else _Encoded((), {})
+        encoded = self._encode(plan.encode, outcome.failures) if plan.encode else _Encoded((), {})
         middle = time.perf_counter()
-        sampled = self._compute(plan.tokens, encoded.troubles, failures) if plan.tokens else {}
+        if plan.tokens:
+            self._compute(plan.tokens, encoded.troubles, outcome)
         return StepResult(
-            sampled=sampled,
+            sampled=outcome.sampled,
             encoded=encoded.stored,
-            failures=failures,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
+            failures=outcome.failures,
             encode_seconds=middle - begin if plan.encode else 0.0,
             token_seconds=time.perf_counter() - middle,
         )
@@ -152,11 +186,8 @@ class Runner:
 
     # -- decoder -------------------------------------------------------------------------------
 
-    def _compute(
-        self, pieces: Sequence[TokenSlice], troubles: Mapping[bytes, _Trouble], failures: dict[str, TriptychError]
-    ) -> dict[str, int]:
-        """The next tokens by request. ``troubles``: of the keys that this step failed to encode, whoever asked."""
-        sampled: dict[str, int] = {}
+    def _compute(self, pieces: Sequence[TokenSlice], troubles: Mapping[bytes, _Trouble], outcome: _Outcome) -> None:
+        """The slices of a step. ``troubles``: of the keys that this step failed to encode, whoever asked."""
         ready = []
         for piece in pieces:
             self._builder.extend(piece)
@@ -164,27 +195,27 @@ class Runner:
             if missing is not None:
                 item, key = missing
                 trouble = troubles.get(key) or _Trouble(Internal, "has no encoder rows")
-                failures.setdefault(piece.request_id, trouble.error(item))
-            elif piece.request_id not in failures:
+                outcome.failures.setdefault(piece.request_id, trouble.error(item))
+            elif piece.request_id not in outcome.failures:
                 ready.append(piece)
-        error = self._forward(ready, sampled, failures) if ready else None
+        error = self._forward(ready, outcome) if ready else None
         if error is not None:
             for piece in ready:
                 if len(ready) > 1:
-                    error = self._forward([piece], sampled, failures)
+                    error = self._forward([piece], outcome)
                 if error is not None:
-                    self._scrub(piece.request_id)
-                    failures[piece.request_id] = error
-        return sampled
+                    self._fail(piece, error, outcome)
 
-    def _forward(
-        self, pieces: list[TokenSlice], sampled: dict[str, int], failures: dict[str, TriptychError]
-    ) -> TriptychError | None:
+    def _forward(self, pieces: list[TokenSlice], outcome: _Outcome) -> TriptychError | None:
         """Compute the slices together and sample; when that fails nothing is committed, and the reason comes back."""
+        text = self._model.text
         try:
-            batch, order = self._builder.build(pieces, self._rows)
-            logits = self._model.text.forward(batch, self._kv)
-            tokens = self._choose(logits, order)
+            batch, order, prompts = self._builder.build(pieces, self._rows)
+            hidden = text.forward(batch, self._kv)
+            logits = text.logits(hidden[: len(order)])
+            chosen = self._choose(logits, order)
+            output = self._output_logprobs(logits, order, chosen)
+            prompt = self._prompt_logprobs(hidden[len(order) :], prompts) if prompts else {}
         except Exception as error:
             if not _is_out_of_memory(error):
                 _raise_if_lost(error)
@@ -196,17 +227,12 @@ class Runner:
                 f"not enough memory to compute {count} token(s) of a sequence of {context}; retry later, "
                 "or lower --max-batched-tokens"
             )
-        for piece, token in zip(order, tokens, strict=True):
-            if token is None:
-                self._scrub(piece.request_id)
-                failures[piece.request_id] = Internal("the model produced logits that are not finite numbers")
-            elif piece.samples:
-                sampled[piece.request_id] = token
-                self._builder.append(piece.request_id, piece.start + piece.length, token)
+        for row, (piece, choice) in enumerate(zip(order, chosen, strict=True)):
+            self._settle(piece, choice, output.get(row), prompt.get(piece.request_id, ()), outcome)
         return None
 
-    def _choose(self, logits: torch.Tensor, order: Sequence[TokenSlice]) -> list[int | None]:
-        """The next token for each slice that samples, 0 for the others, None where the logits are not finite."""
+    def _choose(self, logits: torch.Tensor, order: Sequence[TokenSlice]) -> Sequence[_Choice]:
+        """The choice of each slice, whose last token has the logits of the same row."""
         draws = [
             Draw(self._builder.state(piece.request_id).chooser, piece.start + piece.length)
             for piece in order
@@ -218,8 +244,81 @@ class Runner:
         sampling = [row for row, piece in enumerate(order) if piece.samples]
         tokens = iter(choose_tokens(logits[sampling], draws) if draws else ())
         return [
-            next(tokens) if piece.samples else 0 if good else None for piece, good in zip(order, finite, strict=True)
+            next(tokens) if piece.samples else None if good else not_finite()
+            for piece, good in zip(order, finite, strict=True)
         ]
+
+    def _output_logprobs(
+        self, logits: torch.Tensor, order: Sequence[TokenSlice], chosen: Sequence[_Choice]
+    ) -> dict[int, TokenLogprob]:
+        """Those of the sampled tokens, by row."""
+        rows, tokens, wanted = [], [], []
+        for row, (piece, token) in enumerate(zip(order, chosen, strict=True)):
+            options = self._builder.state(piece.request_id).request.logprobs
+            if options.output and isinstance(token, int):
+                rows.append(row)
+                tokens.append(token)
+                wanted.append(options.output_candidates)
+        if not rows:
+            return {}
+        found = token_logprobs(logits if len(rows) == len(logits) else logits[rows], tokens, wanted)
+        return {row: logprob for row, logprob in zip(rows, found, strict=True) if logprob is not None}
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, prompts: Sequence[PromptRows]
+    ) -> dict[str, tuple[TokenLogprob, ...] | None]:
+        """Those of the prompt tokens that the rows of ``hidden`` predict; None where one of a request is not finite.
+
+        The rows of all requests go through the head together, a bounded number at a time.
+        """
+        tokens: list[int] = []
+        wanted: list[Candidates | None] = []
+        for request_id, first, end in prompts:
+            request = self._builder.state(request_id).request
+            tokens += request.plan.token_ids[first:end].tolist()
+            wanted += [request.logprobs.prompt_candidates] * (end - first)
+        at_once = max(1, PROMPT_LOGIT_BYTES // (4 * self._spec.vocab_size))
+        found: list[TokenLogprob | None] = []
+        for begin in range(0, len(tokens), at_once):
+            some = slice(begin, begin + at_once)
+            found += token_logprobs(self._model.text.logits(hidden[some]), tokens[some], wanted[some])
+        rest = iter(found)
+        answers: dict[str, tuple[TokenLogprob, ...] | None] = {}
+        for request_id, first, end in prompts:
+            own = [logprob for logprob in itertools.islice(rest, end - first) if logprob is not None]
+            answers[request_id] = tuple(own) if len(own) == end - first else None
+        return answers
+
+    def _settle(
+        self,
+        piece: TokenSlice,
+        choice: _Choice,
+        logprob: TokenLogprob | None,
+        prompt: tuple[TokenLogprob, ...] | None,
+        outcome: _Outcome,
+    ) -> None:
+        """Commit what a slice gave, or fail its request; ``prompt`` is None where a number of it is not finite."""
+        request_id = piece.request_id
+        if prompt is None:
+            choice = not_finite()
+        if isinstance(choice, int):
+            try:
+                self._builder.append(request_id, piece.start + piece.length, choice)
+            except TriptychError as error:
+                choice = error
+        if isinstance(choice, TriptychError):
+            self._fail(piece, choice, outcome)
+            return
+        if choice is not None:
+            outcome.sampled[request_id] = choice
+        if logprob is not None:
+            outcome.logprobs[request_id] = logprob
+        if prompt:
+            outcome.prompt_logprobs[request_id] = prompt
+
+    def _fail(self, piece: TokenSlice, error: TriptychError, outcome: _Outcome) -> None:
+        self._scrub(piece.request_id)
+        outcome.failures[piece.request_id] = error
 
     def _scrub(self, request_id: str) -> None:
         """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""

@@ -1,8 +1,10 @@
 """From logits to tokens.
 
-Order: repetition, frequency and presence penalties; the mask of end tokens while the answer is shorter than
-min_tokens; temperature; top-k; top-p over what is left; min-p. Then one uniform number picks a token by the
-inverse of the cumulative distribution.
+Order: repetition, frequency and presence penalties; the mask of the grammar, and of end tokens while the answer is
+shorter than min_tokens; temperature; top-k; top-p over what is left; min-p. Then one uniform number picks a token by
+the inverse of the cumulative distribution.
+
+The grammar goes before min_tokens: where it leaves nothing but end tokens, they are not masked.
 
 The number is a hash of (seed, index of the token in the whole sequence). It depends on nothing else, so the
 same seed gives the same tokens whatever else is in the batch, after preemption, and on another engine that
@@ -12,16 +14,25 @@ nearly equal logits that change places through rounding then move the result by 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from triptych.core.errors import Internal, InvalidRequest, TriptychError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from triptych.core.guide import Matcher
     from triptych.core.request import Request, Sampling
+
+logger = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -88,37 +99,90 @@ class Penalties:
 class Chooser:
     """How one request picks its tokens, and what it has picked so far."""
 
-    __slots__ = ("_banned", "_min_tokens", "_prompt_len", "penalties", "sampling", "seed")
+    __slots__ = (
+        *("_banned", "_grammar", "_matcher", "_min_tokens", "_prompt_len", "_request_id"),
+        *("penalties", "sampling", "seed"),
+    )
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         sampling, stopping = request.sampling, request.stopping
         self.sampling: Sampling = sampling
         self.seed = sampling.seed or 0
+        self._request_id = request.request_id
         self._prompt_len = len(request.plan)
         self._min_tokens = stopping.min_tokens
-        ends = set(stopping.stop_token_ids) | (set() if stopping.ignore_eos else request.eos_token_ids)
+        # A grammar's answer ends with an end of sequence, ignored or not.
+        eos_ends = not stopping.ignore_eos or request.grammar is not None
+        ends = set(stopping.stop_token_ids) | (request.eos_token_ids if eos_ends else set())
         self._banned = sorted(token for token in ends if token < vocab_size)
         penalised = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
         self.penalties = Penalties(request) if penalised else None
+        self._grammar = request.grammar
+        self._matcher: Matcher | None = None
+        """Made for the first token: what goes wrong with it then fails where the rest of the grammar does."""
 
     def adjusts(self, index: int) -> bool:
         """Whether the logits of the token at sequence index ``index`` must be changed first."""
-        return self.penalties is not None or self._bans(index)
+        return self.penalties is not None or self._grammar is not None or self._bans(index)
 
     def adjust(self, logits: torch.Tensor, index: int) -> None:
-        """Apply penalties and the min_tokens mask to one row [vocab], in place."""
+        """Apply penalties, the grammar and the min_tokens mask to one row [vocab], in place. Repeating it is safe.
+
+        Raises:
+            InvalidRequest: what the grammar says of itself.
+            Internal: the grammar failed otherwise.
+        """
         if self.penalties is not None:
             self.penalties.apply(logits)
-        if self._bans(index):
-            logits[self._banned] = -math.inf
+        banned = self._banned if self._bans(index) else []
+        if self._grammar is not None:
+            forbidden = torch.from_numpy(self._forbidden(len(logits), banned))
+            logits.masked_fill_(forbidden.to(logits.device), -math.inf)
+        elif banned:
+            logits[banned] = -math.inf
 
     def observe(self, token: int) -> None:
-        """Remember the token that was picked."""
+        """Remember the token that was picked; once, or the grammar is a token ahead of the answer.
+
+        Raises:
+            InvalidRequest: what the grammar says of itself. The token then counts nowhere.
+            Internal: the grammar failed otherwise; likewise.
+        """
+        if self._matcher is not None:
+            with self._watched():
+                self._matcher.accept(token)
         if self.penalties is not None:
             self.penalties.observe(token)
 
     def _bans(self, index: int) -> bool:
         return index - self._prompt_len < self._min_tokens and bool(self._banned)
+
+    def _forbidden(self, vocab_size: int, banned: list[int]) -> npt.NDArray[np.bool_]:
+        """[vocab]: what may not come next. Logits and grammar may be padded differently: a missing id is forbidden."""
+        forbidden = np.ones(vocab_size, np.bool_)
+        with self._watched():
+            if self._matcher is None:
+                assert self._grammar is not None
+                self._matcher = self._grammar.matcher()
+            allowed = self._matcher.allowed()[:vocab_size]
+            np.logical_not(allowed, out=forbidden[: len(allowed)])
+        if banned:
+            ends = forbidden[banned]
+            forbidden[banned] = True
+            if forbidden.all():
+                forbidden[banned] = ends
+        return forbidden
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around calls of the grammar: a stranger's code, whose failure is that of its own request."""
+        try:
+            yield
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            logger.exception("request %s: its grammar failed", self._request_id)
+            raise Internal("the grammar of this request failed") from error
 
 
 class Draw(NamedTuple):
@@ -129,26 +193,54 @@ class Draw(NamedTuple):
     """Index of the new token in the whole sequence, prompt included."""
 
 
-def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """One token for each row of ``logits`` [R, vocab] float32, which is changed; None where a row is not finite."""
-    chosen = _best(logits)
-    adjusted = [row for row, draw in enumerate(draws) if chosen[row] is not None and draw.chooser.adjusts(draw.at)]
-    for row in adjusted:
-        draws[row].chooser.adjust(logits[row], draws[row].at)
-    if adjusted:
-        for row, token in zip(adjusted, _best(logits[adjusted]), strict=True):
-            chosen[row] = token
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | TriptychError]:
+    """One token for each row of ``logits`` [R, vocab] float32, which are left as they are; or why a row has none."""
+    chosen: list[int | TriptychError] = [not_finite() if token is None else token for token in _best(logits)]
+    adjusted = _adjust(logits, draws, chosen)
     groups: dict[_Filter, list[int]] = {}
     for row, draw in enumerate(draws):
-        if chosen[row] is not None and not draw.chooser.sampling.greedy:
+        if isinstance(chosen[row], int) and not draw.chooser.sampling.greedy:
             groups.setdefault(_filter(draw.chooser.sampling, logits.shape[1]), []).append(row)
     at_once = max(1, CACHED_LOGITS // logits.shape[1])
     for kind, rows in groups.items():
         for start in range(0, len(rows), at_once):
             some = rows[start : start + at_once]
-            for row, token in zip(some, _sample(logits[some], [draws[row] for row in some], kind), strict=True):
+            own = logits[some]
+            for place, row in enumerate(some):
+                if row in adjusted:
+                    own[place] = adjusted[row]
+            for row, token in zip(some, _sample(own, [draws[row] for row in some], kind), strict=True):
                 chosen[row] = token
     return chosen
+
+
+def not_finite() -> Internal:
+    """What a request hears whose logits are no numbers."""
+    return Internal("the model produced logits that are not finite numbers")
+
+
+def _nothing_left() -> Internal:
+    return Internal("no token is left to choose from: the grammar, min_tokens or the model itself forbids every one")
+
+
+def _adjust(logits: torch.Tensor, draws: Sequence[Draw], chosen: list[int | TriptychError]) -> dict[int, torch.Tensor]:
+    """The changed logits [vocab] of the rows that are not taken as they are; their best token goes into ``chosen``."""
+    rows = [row for row, draw in enumerate(draws) if isinstance(chosen[row], int) and draw.chooser.adjusts(draw.at)]
+    if not rows:
+        return {}
+    changed = logits[rows]  # copies
+    errors: dict[int, TriptychError] = {}
+    for own, row in zip(changed, rows, strict=True):
+        try:
+            draws[row].chooser.adjust(own, draws[row].at)
+        except TriptychError as error:
+            errors[row] = error
+    for row, token in zip(rows, _best(changed), strict=True):
+        if row in errors:
+            chosen[row] = errors[row]
+        else:
+            chosen[row] = _nothing_left() if token is None else token
+    return dict(zip(rows, changed, strict=True))
 
 
 def _best(logits: torch.Tensor) -> list[int | None]:
@@ -207,7 +299,7 @@ def _sample(logits: torch.Tensor, draws: Sequence[Draw], kind: _Filter) -> list[
         return _sample_nucleus(logits, asked)
     if not kind.top_k:
         return _pick(_weights(logits, asked.temperature), None, asked)
-    ids = _largest(logits, kind.top_k)
+    ids = largest(logits, kind.top_k)
     weights = _weights(logits.gather(1, ids).double(), asked.temperature)
     if kind.nucleus:
         weights = _nucleus(weights, asked.top_p, weights.sum(dim=1, keepdim=True))
@@ -222,7 +314,7 @@ def _sample_nucleus(logits: torch.Tensor, asked: _Columns) -> list[int]:
     pending = list(range(len(logits)))
     limits = (*(limit for limit in NUCLEUS_CANDIDATES if limit < logits.shape[1]), logits.shape[1])
     for limit in limits:
-        ids = _largest(logits[pending], limit)
+        ids = largest(logits[pending], limit)
         part = asked.of(pending)
         weights = ((logits[pending].gather(1, ids).double() - best[pending]) / part.temperature).exp_()
         reached = weights.sum(dim=1, keepdim=True) >= part.top_p * mass[pending]
@@ -252,7 +344,7 @@ def _pick(weights: torch.Tensor, ids: torch.Tensor | None, asked: _Columns) -> l
     return [int(token) for token in tokens.squeeze(1).tolist()]
 
 
-def _largest(logits: torch.Tensor, count: int) -> torch.Tensor:
+def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Ids [n, count] of the largest logits of each row, ascending; among equals the lower ids are in."""
     if count == logits.shape[1]:
         return torch.arange(count, device=logits.device).expand(len(logits), -1)

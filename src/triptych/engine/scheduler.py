@@ -4,9 +4,12 @@
     result = runner.run(plan)
     events = scheduler.apply(result, now)   account for what happened
 
-Order of a pass: decodes, oldest first; running prefills, oldest first; then the queue, strictly first come
-first served. Running requests are always older than waiting ones, so age is the only priority there is: when
-blocks run out the youngest running request goes back to the front of the queue, and the oldest always gets on.
+Order of a pass: decodes, then running prefills, then the queue; within each by key (see priority.py), which is
+urgency and age in one number. The first of the queue that cannot start blocks those behind it. When blocks run out
+the running request with the highest key goes back to the queue and keeps its key; whoever waits never drives out one
+that runs.
+
+Several outputs of one request are a group: the first computes the prompt, the others go on from its blocks.
 
 All blocks of the known tokens are taken at admission, so only a growing answer can run out of them. The step
 in which an item is encoded is also one that computes tokens of it, so there are no steps without tokens.
@@ -14,21 +17,27 @@ in which an item is encoded is also one that computes tokens of it, so there are
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import DuplicateRequest, IntegrityError, Internal, InvalidRequest, Overloaded, PromptTooLong
+from triptych.core.errors import DuplicateRequest, IntegrityError, Internal, Overloaded
 from triptych.core.events import Failed, Finished, FinishReason, Tokens
 from triptych.core.load import Load
 from triptych.core.step import StepPlan, TokenSlice
 from triptych.engine.encoding import EncodePass, Selection
+from triptych.engine.limits import RequestLimits
+from triptych.engine.priority import head_start
 from triptych.engine.roster import Roster
 from triptych.engine.sequence import Sequence
 from triptych.engine.statistics import SchedulerStatistics
 
 if TYPE_CHECKING:
+    from collections import abc
+
     from triptych.core.config import SchedulerConfig
     from triptych.core.errors import TriptychError
     from triptych.core.events import Event
+    from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
     from triptych.core.step import StepResult
 
@@ -52,13 +61,15 @@ class Scheduler:
     Args:
         config: bounds; ``num_blocks`` is the real size of the KV pool.
         row_bytes: bytes of one embedding row, all deepstack levels included.
+        kv_changes: note what happens to cached blocks, for ``take_kv_changes`` once a step.
     """
 
-    def __init__(self, config: SchedulerConfig, row_bytes: int) -> None:
+    def __init__(self, config: SchedulerConfig, row_bytes: int, *, kv_changes: bool = False) -> None:
         self._config = config
         self._row_bytes = row_bytes
-        self._context = min(config.max_context, config.num_blocks * config.block_size)
-        self._roster = Roster(config)
+        self._limits = RequestLimits(config, row_bytes)
+        self._roster = Roster(config, kv_changes=kv_changes)
+        self._serials = itertools.count()
         self._step: tuple[StepPlan, float] | None = None
         """The plan in flight, and when it was made."""
         self._prefill_batch = self._decode_batch = 0
@@ -73,59 +84,54 @@ class Scheduler:
 
     # -- arrivals ------------------------------------------------------------------------------
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that could never run here. Reads only constants: safe from any thread.
+    def check(self, requests: abc.Sequence[Request]) -> None:
+        """Refuse a group that could never run here. Reads only constants: safe from any thread.
 
         Raises:
             PromptTooLong: prompt and one token of answer exceed the context or the KV pool.
-            InvalidRequest: an item can never be held, or the request contradicts itself.
+            InvalidRequest: an item can never be held, there are too many outputs, or the request contradicts itself.
+            DuplicateRequest: two members have one id.
         """
-        length, config = len(request.plan), self._config
-        if length >= self._context:
-            # No flag is named: whether the model, the pool or a flag set the context is not known here.
-            raise PromptTooLong(
-                f"the prompt has {length} tokens, which leaves no room for an answer in the context window of "
-                f"{self._context} tokens"
-            )
-        if len(request.inputs) != len(request.plan.items):
-            raise InvalidRequest(f"{len(request.inputs)} encoder inputs for {len(request.plan.items)} media items")
-        if request.positions.table.shape[1] != length:
-            raise InvalidRequest(f"{request.positions.table.shape[1]} positions for {length} tokens")
-        if request.sampling.seed is None and not request.sampling.greedy:
-            raise Internal("a request that samples came without a seed")
-        for index, item in enumerate(request.plan.items):
-            size = item.rows * self._row_bytes
-            if size > config.encoder_cache_bytes:
-                raise InvalidRequest(
-                    f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
-                    f"{config.encoder_cache_bytes}; send a smaller item, or start with --encoder-cache-bytes {size}"
-                )
+        self._limits.check(requests)
 
-    def check_queue(self, arriving: int) -> None:
-        """Refuse one more request when the queue, with ``arriving`` others on their way to it, is full.
+    def check_queue(self, arriving: int, count: int = 1) -> None:
+        """Refuse ``count`` more outputs when the queue has no room for all, ``arriving`` others being on their way.
 
-        Reads a counter only: safe from any thread.
+        Reads counters only: safe from any thread.
 
         Raises:
             Overloaded: retry later.
+            InvalidRequest: there is never room for so many.
         """
-        waiting = len(self._roster.waiting) + arriving
-        if waiting >= self._config.max_waiting_requests:
-            raise Overloaded(f"{waiting} requests are waiting (--max-waiting-requests); retry later")
+        self._limits.check_count(count)
+        waiting, limit = self._roster.queued + arriving, self._config.max_waiting_requests
+        if waiting + count > limit:
+            raise Overloaded(
+                f"{waiting} requests are waiting, and {count} more would be above {limit} (--max-waiting-requests); "
+                "retry later"
+            )
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Whoever takes requests from outside asks ``check_queue`` first.
+    def add(self, requests: abc.Sequence[Request]) -> None:
+        """Queue a group: outputs that share one prompt, usually one. All of it or, with an error, nothing.
+
+        Whoever takes requests from outside asks ``check_queue`` first.
 
         Raises:
-            DuplicateRequest: a live request has the id.
+            DuplicateRequest: a live request has one of the ids.
             PromptTooLong: see ``check``.
             InvalidRequest: see ``check``.
         """
-        self.check(request)
-        if self._roster.find(request.request_id) is not None:
-            raise DuplicateRequest(f"request {request.request_id!r} is live")
-        self._roster.enqueue(Sequence(request, self._context, self._config.block_size))
-        self._counts["accepted"] += 1
+        self.check(requests)
+        for request in requests:
+            if self._roster.find(request.request_id) is not None:
+                raise DuplicateRequest(f"request {request.request_id!r} is live")
+        leader = None
+        for request in requests:
+            key = (request.arrival - head_start(request.priority, self._config.priority_seconds), next(self._serials))
+            sequence = Sequence(request, key, self._limits.context, self._config.block_size, leader)
+            self._roster.enqueue(sequence)
+            leader = leader or sequence
+        self._counts["accepted"] += len(requests)
 
     def abort(self, request_id: str, now: float) -> tuple[Event, ...]:
         """End a request; an id that is not live is no error.
@@ -182,9 +188,9 @@ class Scheduler:
         """Plan one token for each decoding request; returns the running requests that still prefill."""
         size = self._config.block_size
         prefills = []
-        for sequence in list(self._roster.running.values()):
+        for sequence in self._roster.running:
             if not sequence.running:
-                continue  # preempted for an older one in this pass
+                continue  # preempted in this pass, for one with a lower key
             if not sequence.decoding:
                 prefills.append(sequence)
             elif work.budget and (sequence.computed < len(sequence.blocks) * size or self._roster.grow(sequence)):
@@ -202,12 +208,12 @@ class Scheduler:
     def _admit(self, work: _Pass) -> None:
         """Start waiting requests in order; the first that cannot start blocks those behind it."""
         roster, size = self._roster, self._config.block_size
-        while roster.waiting and work.budget and len(roster.running) < self._config.max_running_requests:
-            # One spare block for each running request, or admission would soon be paid for with a preemption.
-            spare = roster.pool.available - len(roster.running)
+        while work.budget and (sequence := roster.waiting.head()) is not None:
+            if roster.places + 1 + len(sequence.followers) > self._config.max_running_requests:
+                return
+            spare = roster.spare
             if spare <= 0:
                 return
-            sequence = next(iter(roster.waiting.values()))
             hits = roster.find_prefix(sequence)
             missing = -(-sequence.known // size) - len(hits)
             if missing + roster.pool.idle(hits) > spare:
@@ -217,17 +223,23 @@ class Scheduler:
             if selection.end == start:
                 return
             roster.admit(sequence, hits, missing)
-            if not sequence.started:
-                sequence.started = True
-                sequence.first_scheduled = work.now
-                sequence.cached_prompt_tokens = start
-                self._counts["prompt_tokens"] += sequence.prompt_len
-                self._counts["cached_prompt_tokens"] += start
-                work.starts.append(sequence.request)
+            self._count_prompt(sequence)
             self._slice(work, sequence, selection)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """The prompt of a group counts once, as its leader finds it; that of one whose leader never ran as its own."""
+        if not sequence.counted:
+            self._counts["prompt_tokens"] += sequence.prompt_len
+            self._counts["cached_prompt_tokens"] += sequence.computed
+            for member in (sequence, *sequence.followers):
+                member.counted = True
 
     @staticmethod
     def _slice(work: _Pass, sequence: Sequence, selection: Selection) -> None:
+        if not sequence.started:
+            sequence.started = True
+            sequence.first_scheduled = work.now
+            work.starts.append(sequence.request)
         length = selection.end - sequence.computed
         sent, blocks = sequence.sent, sequence.blocks
         work.tokens.append(
@@ -264,21 +276,25 @@ class Scheduler:
         lost = self._apply_encode(plan, result, planned_at, failures) if plan.encode else set()
         events: list[Event] = []
         for piece in plan.tokens:
-            sequence = self._roster.running[piece.request_id]
+            sequence = self._roster.running.by_id[piece.request_id]
             sequence.in_flight = False
+            if sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs.extend(result.prompt_logprobs.get(piece.request_id, ()))
+            token = result.sampled.get(piece.request_id) if piece.samples else None
             error = failures.get(piece.request_id)
-            token = result.sampled.get(piece.request_id)
-            if error is None and piece.samples and token is None:
-                error = Internal(f"the step returned no token for request {piece.request_id!r}")
+            if error is None and piece.samples:
+                error = _left_out(sequence, token, result)
             if error is not None:
                 events.append(self._fail(sequence, error, suspect=piece.request_id not in lost))
                 continue
             self._roster.advance(sequence, piece.length)
             self._counts["computed_tokens"] += piece.length
+            if sequence.followers and sequence.prefilled:
+                self._roster.fork(sequence)
             if sequence.aborted:
                 events.append(self._cancel(sequence, now))
             elif token is not None:
-                self._append(sequence, token, now, events)
+                self._append(sequence, token, result, now, events)
         self._counts["steps"] += 1
         self._encode_seconds += result.encode_seconds
         self._token_seconds += result.token_seconds
@@ -300,26 +316,27 @@ class Scheduler:
                 failures.setdefault(sequence.request_id, reason)
                 lost.add(sequence.request_id)
         for request_id in {task.request_id for task in plan.encode}:
-            sequence = self._roster.running[request_id]
+            sequence = self._roster.running.by_id[request_id]
             if sequence.encode_started is None:
                 sequence.encode_started = planned_at
             sequence.encode_seconds += result.encode_seconds
         return lost
 
-    def _append(self, sequence: Sequence, token: int, now: float, events: list[Event]) -> None:
+    def _append(self, sequence: Sequence, token: int, result: StepResult, now: float, events: list[Event]) -> None:
         if sequence.first_token is None:
             sequence.first_token = now
+        if sequence.prompt_logprobs is not None:
+            events.append(sequence.take_prompt())
         reason = sequence.append(token)
         self._counts["generated_tokens"] += 1
-        if reason is None:
-            events.append(Tokens(sequence.request_id, (token,)))
-            return
-        stop = sequence.stop_match(token)
-        if sequence.shows(stop):
-            events.append(Tokens(sequence.request_id, (token,)))
-        self._roster.retire(sequence)
-        self._counts["finished"] += 1
-        events.append(Finished(sequence.request_id, reason, sequence.usage(), stop, sequence.spans(now)))
+        stop = None if reason is None else sequence.stop_match(token)
+        if stop is None or sequence.shows(stop):
+            logprobs = (result.logprobs[sequence.request_id],) if sequence.request.logprobs.output else ()
+            events.append(Tokens(sequence.request_id, (token,), "", logprobs))
+        if reason is not None:
+            self._roster.retire(sequence)
+            self._counts["finished"] += 1
+            events.append(Finished(sequence.request_id, reason, sequence.usage(), stop, sequence.spans(now)))
 
     def _cancel(self, sequence: Sequence, now: float) -> Finished:
         self._roster.retire(sequence)
@@ -331,6 +348,10 @@ class Scheduler:
         self._counts["failed"] += 1
         return Failed(sequence.request_id, error)
 
+    def take_kv_changes(self) -> tuple[KvChange, ...]:
+        """What happened to cached blocks since the last call, in order. Take them after every step."""
+        return self._roster.journal.take() if self._roster.journal is not None else ()
+
     # -- views ---------------------------------------------------------------------------------
 
     def load(self) -> Load:
@@ -338,11 +359,11 @@ class Scheduler:
         roster = self._roster
         return Load(
             running_requests=len(roster.running),
-            queued_requests=len(roster.waiting),
+            queued_requests=roster.queued,
             used_blocks=roster.pool.held,
             total_blocks=roster.pool.total,
             running_tokens=roster.running_tokens,
-            waiting_tokens=roster.waiting_tokens,
+            waiting_tokens=roster.waiting.tokens,
             prefill_batch=self._prefill_batch,
             decode_batch=self._decode_batch,
         )
@@ -365,3 +386,17 @@ class Scheduler:
             IntegrityError: naming the first contradiction.
         """
         self._roster.check_integrity()
+
+
+def _left_out(sequence: Sequence, token: int | None, result: StepResult) -> TriptychError | None:
+    """What a runner owes for a slice that sampled and did not fail, and did not return."""
+    request_id = sequence.request_id
+    if token is None:
+        return Internal(f"the step returned no token for request {request_id!r}")
+    if sequence.request.logprobs.output and request_id not in result.logprobs:
+        return Internal(f"the step returned no log probability for request {request_id!r}")
+    if sequence.prompt_logprobs is not None:  # the slice that samples for the first time ends the prompt
+        got, due = len(sequence.prompt_logprobs), sequence.prompt_len - sequence.first_logprob
+        if got != due:
+            return Internal(f"{got} log probabilities came for {due} prompt tokens of request {request_id!r}")
+    return None

@@ -7,17 +7,22 @@ a step computes some of the difference:
     [ KV is there ][ to be computed     ][ not yet sampled ]
 
 A request that decodes is one whose prompt is computed and whose difference is 1.
+
+The outputs of one client's request are a group of such records. The first leads: it computes the prompt. The others
+follow, attached to it and holding nothing, until that is done; from then on each is a request like any other.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triptych.core.events import EosToken, FinishReason, Span, StopMatch, StopToken, Usage
-from triptych.engine.prefix import BlockChain
+from triptych.core.events import EosToken, FinishReason, Prompt, Span, StopMatch, StopToken, Usage
+from triptych.engine.prefix import BlockChain, chain_seed
 
 if TYPE_CHECKING:
+    from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
+    from triptych.engine.priority import Key
 
 
 class Sequence:
@@ -30,17 +35,22 @@ class Sequence:
         "cached_prompt_tokens",
         "chain",
         "computed",
+        "counted",
         "encode_seconds",
         "encode_started",
         "first_scheduled",
         "first_token",
+        "followers",
         "held",
         "in_flight",
+        "key",
         "known",
+        "leader",
         "limit",
         "next_item",
         "output",
         "prompt_len",
+        "prompt_logprobs",
         "registered",
         "request",
         "request_id",
@@ -49,9 +59,16 @@ class Sequence:
         "started",
     )
 
-    def __init__(self, request: Request, context: int, block_size: int) -> None:
+    def __init__(
+        self, request: Request, key: Key, context: int, block_size: int, leader: Sequence | None = None
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
+        self.key = key
+        self.leader = leader
+        """Whose prompt this request waits for; None when it is on its own."""
+        self.followers: list[Sequence] = []
+        """Who is attached to this request; nobody once its prompt is computed."""
         self.prompt_len = len(request.plan)
         self.limit = context
         """Tokens at which the answer ends: the context window, the pool and max_tokens together."""
@@ -65,7 +82,8 @@ class Sequence:
         """Leading blocks of the table that the runner knows."""
         self.registered = 0
         """Leading blocks of the table that were offered to the prefix cache, or came from it."""
-        self.chain = BlockChain(request.plan, request.cache.salt, block_size)
+        digest = request.adapter.digest if request.adapter else b""
+        self.chain = BlockChain(request.plan, chain_seed(request.cache.salt, digest), block_size)
         self.held: set[int] = set()
         """Items whose rows this request holds a reference on."""
         self.next_item = 0
@@ -75,6 +93,11 @@ class Sequence:
         self.aborted = False
         self.started = False
         """Whether the runner has state for it."""
+        self.counted = False
+        """Whether its prompt is in the statistics, as its own or as its leader's."""
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if request.logprobs.prompt and leader is None else None
+        """Of the computed part of the prompt; None where nobody wants them, a follower's prompt being its leader's,
+        and once they were handed out."""
         self.cached_prompt_tokens = 0
         self.arrival = request.arrival
         self.first_scheduled: float | None = None
@@ -83,12 +106,39 @@ class Sequence:
         self.encode_seconds = 0.0
 
     @property
+    def prefilled(self) -> bool:
+        """Whether the whole prompt is computed."""
+        return self.computed >= self.prompt_len
+
+    @property
     def decoding(self) -> bool:
         """Whether the next step computes only the latest token of the answer."""
         return self.computed >= self.prompt_len and self.known - self.computed == 1
 
+    @property
+    def reusable(self) -> int:
+        """Leading tokens that need not be computed if their KV is found.
+
+        The last known token is computed for the next one, and the token before the first prompt token that gets a
+        log probability for that.
+        """
+        return self.known - 1 if self.prompt_logprobs is None else self.first_logprob - 1
+
+    @property
+    def first_logprob(self) -> int:
+        """Index of the first prompt token that gets a log probability; the token at 0 has none."""
+        return max(self.request.logprobs.prompt_start, 1)
+
+    def take_prompt(self) -> Prompt:
+        """The prompt with its log probabilities, all of which must be there. They are let go of."""
+        logprobs = (*(None,) * self.first_logprob, *(self.prompt_logprobs or ()))
+        self.prompt_logprobs = None
+        return Prompt(self.request_id, tuple(self.request.plan.token_ids.tolist()), logprobs)
+
     def reset(self) -> None:
         """Forget all progress but the known tokens; blocks and references must have been given back."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.clear()
         self.blocks = []
         self.computed = self.sent = self.registered = self.next_item = 0
         self.held.clear()
@@ -103,20 +153,22 @@ class Sequence:
         return FinishReason.LENGTH if self.known >= self.limit else None
 
     def stop_match(self, token: int) -> StopMatch | None:
-        """What the latest token ends the answer by; a caller's own stop id goes before the model's eos."""
+        """What the latest token ends the answer by; a caller's own stop id goes before the model's eos.
+
+        A grammar allows an eos where the answer is complete and nothing else may follow, so that one always counts.
+        """
         stopping = self.request.stopping
-        if len(self.output) <= stopping.min_tokens:
-            return None
-        if token in stopping.stop_token_ids:
+        early = len(self.output) <= stopping.min_tokens
+        if not early and token in stopping.stop_token_ids:
             return StopToken(token)
-        if token in self.request.eos_token_ids and not stopping.ignore_eos:
+        if token in self.request.eos_token_ids and (
+            self.request.grammar is not None or not (early or stopping.ignore_eos)
+        ):
             return EosToken(token)
         return None
 
-    def shows(self, stop: StopMatch | None) -> bool:
-        """Whether the latest token is part of the visible answer. An eos never is."""
-        if stop is None:
-            return True
+    def shows(self, stop: StopMatch) -> bool:
+        """Whether the token that ends the answer is part of the visible one. An eos never is."""
         return isinstance(stop, StopToken) and self.request.stopping.include_stop_in_output
 
     def usage(self) -> Usage:

@@ -21,10 +21,11 @@ class SchedulerStatistics:
     failed: int
     preemptions: int
     prompt_tokens: int
-    """Of requests that were admitted, counted once each."""
+    """Of requests that were admitted; the outputs of one request count once together, as the first of them does."""
     cached_prompt_tokens: int
     """Of those prompt tokens, the ones whose KV was reused."""
     computed_tokens: int
+    """All that steps computed: again after a preemption, and the end of its prompt by every output."""
     generated_tokens: int
     encoded_items: int
     encode_seconds: float

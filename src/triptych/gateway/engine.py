@@ -27,7 +27,7 @@ _ROLES = (server_pb2.ENGINE_ROLE_AGGREGATED, server_pb2.ENGINE_ROLE_UNSPECIFIED)
 
 
 class Events(Protocol):
-    """The events of one request: deltas, then exactly one Finished or Failed."""
+    """The events of one request: deltas, then exactly one terminal event."""
 
     def __aiter__(self) -> AsyncIterator[Event]:
         """Itself."""

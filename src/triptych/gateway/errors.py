@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from triptych.core.errors import (
+    AdapterConflict,
     Cancelled,
     Draining,
     DuplicateRequest,
@@ -17,6 +18,7 @@ from triptych.core.errors import (
     RequestNotFound,
     TriptychError,
     UnsupportedFeature,
+    WrongState,
 )
 from triptych.wire.status import item_message
 
@@ -72,6 +74,8 @@ _KINDS: dict[type[TriptychError], _Kind] = {
     ModelNotFound: _Kind(404, _REQUEST, "model_not_found"),
     RequestNotFound: _Kind(404, _REQUEST, "request_not_found"),
     DuplicateRequest: _Kind(409, _REQUEST),
+    AdapterConflict: _Kind(409, _REQUEST),
+    WrongState: _Kind(400, _REQUEST),
     Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
     Cancelled: _Kind(499, _SERVER, "cancelled"),
     Draining: _Kind(503, _SERVER, "unavailable"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -111,16 +111,16 @@ async def chunks(head: AnswerHead, events: AsyncIterator[Event]) -> AsyncGenerat
     started = False
     try:
         async for event in events:
-            finished = _checked(event)
+            end = _checked(event)
             if not started:
                 started = True
                 yield _chunk(head, Delta(role="assistant", content=""))
             if isinstance(event, Tokens) and event.text:
                 yield _chunk(head, Delta(content=event.text))
-            if finished is not None:
-                yield _chunk(head, Delta(), finish_reason=_REASONS[finished.reason])
+            if end is not None:
+                yield _chunk(head, Delta(), finish_reason=_REASONS[end.reason])
                 if head.include_usage:
-                    yield _sse(_body(head, (), _usage(finished.usage)))
+                    yield _sse(_body(head, (), _usage(end.usage)))
                 yield DONE
                 return
         raise Internal("the engine's answer has no end")
@@ -143,29 +143,36 @@ async def whole(head: AnswerHead, events: AsyncIterator[Event]) -> bytes:
     """
     pieces: list[str] = []
     async for event in events:
-        finished = _checked(event)
+        end = _checked(event)
         if isinstance(event, Tokens):
             pieces.append(event.text)
-        if finished is not None:
-            choice = AnswerChoice(AnswerMessage("".join(pieces)), _REASONS[finished.reason])
-            body = AnswerBody(head.id, head.created, head.model, (choice,), _usage(finished.usage))
+        if end is not None:
+            choice = AnswerChoice(AnswerMessage("".join(pieces)), _REASONS[end.reason])
+            body = AnswerBody(head.id, head.created, head.model, (choice,), _usage(end.usage))
             return msgspec.json.encode(body)
     raise Internal("the engine's answer has no end")
 
 
-def _checked(event: Event) -> Finished | None:
-    """The event if it ends the answer well.
+class _End(NamedTuple):
+    """How an answer ended well."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+def _checked(event: Event) -> _End | None:
+    """How the event ends the answer, if it does, and well.
 
     Raises:
         TriptychError: it ends the answer badly.
     """
     if isinstance(event, Failed):
         raise event.error
-    if not isinstance(event, Finished):
+    if not isinstance(event, Finished) or event.usage is None:  # without usage another output goes on
         return None
     if event.reason is FinishReason.CANCELLED:
         raise Cancelled("the engine was told to end this request")
-    return event
+    return _End(event.reason, event.usage)
 
 
 def _usage(usage: Usage) -> UsageBody:

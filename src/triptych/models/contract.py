@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.core.encoder_input import EncoderInput
 
 
@@ -63,8 +64,18 @@ class KvCache:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """Which of a batch's tokens go through a LoRA adapter."""
+
+    adapter: Adapter
+    """One that this model loaded."""
+    at: torch.Tensor
+    """[K] int64, ascending packed indices."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The new tokens of one step. T tokens, S sequences, R sampled rows, M media rows."""
+    """The new tokens of one step. T tokens, S sequences, R wanted rows, M media rows."""
 
     token_ids: torch.Tensor
     """[T] int64."""
@@ -81,11 +92,13 @@ class PackedBatch:
     singles: int
     """The first ``singles`` sequences have exactly one token."""
     sample_at: torch.Tensor
-    """[R] int64 packed indices whose logits are wanted."""
+    """[R] int64 packed indices whose last hidden states are wanted; in no order, and one may stand there twice."""
     media_at: torch.Tensor | None
     """[M] int64 packed indices that take a row instead of a token embedding, or None."""
     media_rows: torch.Tensor | None
     """[M, row width]."""
+    adapters: tuple[AdapterUse, ...] = ()
+    """Each adapter once; no token twice. The others go through the base model alone."""
 
 
 class TextModel(Protocol):
@@ -97,7 +110,20 @@ class TextModel(Protocol):
         ...
 
     def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
-        """Write the batch's KV, attend, and return logits [R, vocab] in float32."""
+        """Write the batch's KV, attend, and return the hidden states [R, hidden] that ``logits`` reads."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab] in float32. Rows are independent: a large R can be had piece by piece."""
+        ...
+
+    def load_adapter(self, info: AdapterInfo, max_rank: int) -> Adapter:
+        """Read a PEFT adapter from its directory, for use in batches; from any thread, beside running batches.
+
+        Raises:
+            InvalidRequest: the directory or the adapter cannot be used; names the file, the tensor or the setting.
+            Overloaded: there is not enough memory for it.
+        """
         ...
 
 

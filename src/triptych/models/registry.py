@@ -16,8 +16,9 @@ from triptych.core.checkpoint import Section, architecture_of, read_json
 from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
 from triptych.models.contract import Model
 from triptych.models.decoder_config import DecoderConfig, DecoderFamily
-from triptych.models.text_decoder import Placement, TextDecoder
-from triptych.models.weights import Checkpoint
+from triptych.models.layer import Placement
+from triptych.models.text_decoder import TextDecoder
+from triptych.models.weights import Checkpoint, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +110,7 @@ def load_model(
         parts = _build(plan, plan.device)
         plan.checkpoint.fill(parts.slots(), progress=progress)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise StartupError(f"not enough memory on {device} for the weights of {directory}") from error
     return Model(parts.text, parts.tower)
@@ -134,11 +135,10 @@ class _Parts(NamedTuple):
     """A model with empty weights."""
 
     text: TextDecoder
-    text_prefix: str
     tower: Qwen3VLTower | None
 
     def slots(self) -> Iterator[Slot]:
-        yield from self.text.slots(self.text_prefix)
+        yield from self.text.slots()
         if self.tower is not None:
             yield from self.tower.slots(_TOWER_PREFIX)
 
@@ -183,7 +183,7 @@ def _build(plan: _Plan, device: torch.device) -> _Parts:
     levels = 0 if plan.vision is None else len(plan.vision.numbers("deepstack_visual_indexes", ()))
     tower = None
     try:
-        text = TextDecoder(plan.decoder, levels, Placement(device, plan.dtype))
+        text = TextDecoder(plan.decoder, plan.family.decoder.prefix, levels, Placement(device, plan.dtype))
     except RuntimeError as error:
         if device.type != "meta":
             raise
@@ -192,7 +192,7 @@ def _build(plan: _Plan, device: torch.device) -> _Parts:
         from triptych.models.vision.qwen3_vl import Qwen3VLTower
 
         tower = Qwen3VLTower(plan.vision, device, plan.dtype)
-    return _Parts(text, plan.family.decoder.prefix, tower)
+    return _Parts(text, tower)
 
 
 def _dtype(asked: str, stored: Stored | None, device: torch.device) -> torch.dtype:

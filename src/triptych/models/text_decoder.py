@@ -1,13 +1,12 @@
 """The text decoder: one class for the Qwen2, Qwen3, Llama and Qwen3-VL shapes, chosen by numbers alone.
 
-Packed and paged, see ``contract.py``. Weights that read the same input are one matrix (query, key and
-value; gate and up), so that a layer is four products. After the last layer's attention only the sampled
+Packed and paged, see ``contract.py``. A layer is four products (``layer.py``); in a step that uses adapters each has
+their updates added, for the tokens that use them (``lora.py``). After the last layer's attention only the wanted
 tokens go on: nobody reads the others.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,89 +14,31 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from triptych.models.attention import AttentionPlan, Workspace
 from triptych.models.contract import TextSpec
+from triptych.models.layer import Layer
+from triptych.models.lora import adapted
+from triptych.models.lora_load import load_adapter
+from triptych.models.projections import modules
 from triptych.models.rotary import Rotary, rotate
 from triptych.models.weights import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from triptych.core.adapter import AdapterInfo
     from triptych.models.contract import KvCache, PackedBatch
     from triptych.models.decoder_config import DecoderConfig
+    from triptych.models.layer import Placement
+    from triptych.models.lora import AdaptedLayer, LoraAdapter
     from triptych.models.rotary import RotaryTables
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where tensors live, and in which type."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Uninitialised memory, not yet touched."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer's weights, [out, in] each."""
-
-    attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    """Query heads, then key heads, then value heads."""
-    qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None
-    """[heads + kv_heads, head_size]: the query weights for each query head, then the key weights."""
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-    @classmethod
-    def empty(cls, config: DecoderConfig, at: Placement) -> _Layer:
-        hidden, attended = config.hidden_size, config.heads * config.head_size
-        fused = attended + 2 * config.kv_heads * config.head_size
-        return cls(
-            attention_norm=at.empty(hidden),
-            qkv=at.empty(fused, hidden),
-            qkv_bias=at.empty(fused) if config.qkv_bias else None,
-            qk_norm=at.empty(config.heads + config.kv_heads, config.head_size) if config.qk_norm else None,
-            output=at.empty(hidden, attended),
-            output_bias=at.empty(hidden) if config.output_bias else None,
-            mlp_norm=at.empty(hidden),
-            gate_up=at.empty(2 * config.intermediate_size, hidden),
-            down=at.empty(hidden, config.intermediate_size),
-        )
-
-    def slots(self, config: DecoderConfig) -> Iterator[Slot]:
-        """The stored tensors and the places they go to; names relative to the layer."""
-        yield Slot("input_layernorm.weight", self.attention_norm)
-        yield Slot("post_attention_layernorm.weight", self.mlp_norm)
-        sizes = [count * config.head_size for count in (config.heads, config.kv_heads, config.kv_heads)]
-        for name, weight in zip("qkv", self.qkv.split(sizes), strict=True):
-            yield Slot(f"self_attn.{name}_proj.weight", weight)
-        if self.qkv_bias is not None:
-            for name, bias in zip("qkv", self.qkv_bias.split(sizes), strict=True):
-                yield Slot(f"self_attn.{name}_proj.bias", bias)
-        if self.qk_norm is not None:
-            # one stored row, copied to every head
-            yield Slot("self_attn.q_norm.weight", self.qk_norm[: config.heads], repeated=True)
-            yield Slot("self_attn.k_norm.weight", self.qk_norm[config.heads :], repeated=True)
-        yield Slot("self_attn.o_proj.weight", self.output)
-        if self.output_bias is not None:
-            yield Slot("self_attn.o_proj.bias", self.output_bias)
-        gate, up = self.gate_up.chunk(2)
-        yield Slot("mlp.gate_proj.weight", gate)
-        yield Slot("mlp.up_proj.weight", up)
-        yield Slot("mlp.down_proj.weight", self.down)
 
 
 class TextDecoder:
     """A :class:`~triptych.models.contract.TextModel`, for one thread. Built with empty weights: fill ``slots()``."""
 
-    def __init__(self, config: DecoderConfig, deepstack_levels: int, at: Placement) -> None:
+    def __init__(self, config: DecoderConfig, prefix: str, deepstack_levels: int, at: Placement) -> None:
+        """``prefix`` begins the names of all stored tensors but the head's."""
         self._config = config
+        self._prefix = prefix
         self.spec = TextSpec(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -111,14 +52,17 @@ class TextDecoder:
             device=at.device,
         )
         self._embedding = at.empty(config.vocab_size, config.hidden_size)
-        self._layers = [_Layer.empty(config, at) for _ in range(config.layers)]
+        self._layers = [Layer.empty(config, at) for _ in range(config.layers)]
         self._norm = at.empty(config.hidden_size)
         self._head = self._embedding if config.tied else at.empty(config.vocab_size, config.hidden_size)
         self._rotary = Rotary(config.rotary, at.device, at.dtype)
         self._workspace = Workspace()
+        # the layer after whose attention only the wanted tokens go on; none where rows are added after the last one
+        self._narrowing = config.layers - 1 if deepstack_levels < config.layers else config.layers
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
-        """Every stored tensor of the decoder; ``prefix`` begins all names but the head's."""
+    def slots(self) -> Iterator[Slot]:
+        """Every stored tensor of the decoder."""
+        prefix = self._prefix
         yield Slot(f"{prefix}embed_tokens.weight", self._embedding)
         for index, layer in enumerate(self._layers):
             for slot in layer.slots(self._config):
@@ -129,27 +73,39 @@ class TextDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: KvCache) -> torch.Tensor:
-        """Write the batch's KV, attend, and return logits [R, vocab] in float32."""
-        config = self._config
+        """Write the batch's KV, attend, and return the last hidden states [R, hidden], normed."""
         hidden = self._embed(batch)
         attention = AttentionPlan(batch, kv, self._workspace)
         tables = self._rotary.tables(batch.positions)
-        last = config.layers - 1
-        for index, layer in enumerate(self._layers):
+        layers: Sequence[Layer | AdaptedLayer] = self._layers
+        if batch.adapters:
+            layers = adapted(self._layers, batch, self._narrowing)
+        for index, layer in enumerate(layers):
             attended = self._attend(index, layer, hidden, attention, tables)
-            if index == last and self.spec.deepstack_levels <= last:
+            if index == self._narrowing:
                 attended = attended.index_select(0, batch.sample_at)
                 hidden = hidden.index_select(0, batch.sample_at)
-            # residual + product, in one pass
-            hidden = torch.addmm(hidden, attended, layer.output.t())
-            if layer.output_bias is not None:
-                hidden += layer.output_bias
+            hidden = layer.add_attended(hidden, attended)
             hidden = self._mlp(layer, hidden)
             if index < self.spec.deepstack_levels and batch.media_at is not None:
                 hidden.index_add_(0, batch.media_at, self._level(batch, index + 1))
-        if self.spec.deepstack_levels > last:
+        if self._narrowing == len(layers):
             hidden = hidden.index_select(0, batch.sample_at)
-        return linear(self._normed(hidden, self._norm), self._head).float()
+        return self._normed(hidden, self._norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, vocab] float32 of hidden states [R, hidden]."""
+        return linear(hidden, self._head).float()
+
+    def load_adapter(self, info: AdapterInfo, max_rank: int) -> LoraAdapter:
+        """Read a PEFT adapter from its directory; from any thread, beside running batches.
+
+        Raises:
+            InvalidRequest: the directory or the adapter cannot be used; names the file, the tensor or the setting.
+            Overloaded: there is not enough memory for it.
+        """
+        return load_adapter(info, max_rank, modules(self._config, self._prefix), self.spec)
 
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         """[T, hidden]: token embeddings, and rows where media are."""
@@ -165,11 +121,16 @@ class TextDecoder:
         return batch.media_rows[:, level * width : (level + 1) * width].to(self.spec.dtype)
 
     def _attend(
-        self, index: int, layer: _Layer, hidden: torch.Tensor, attention: AttentionPlan, tables: RotaryTables
+        self,
+        index: int,
+        layer: Layer | AdaptedLayer,
+        hidden: torch.Tensor,
+        attention: AttentionPlan,
+        tables: RotaryTables,
     ) -> torch.Tensor:
         """[T, heads * head_size]."""
         config = self._config
-        fused = linear(self._normed(hidden, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        fused = layer.query_key_value(self._normed(hidden, layer.attention_norm))
         heads = fused.unflatten(1, (-1, config.head_size))
         rotated = heads[:, : config.heads + config.kv_heads]
         if layer.qk_norm is not None:
@@ -180,9 +141,9 @@ class TextDecoder:
         attention.store(index, keys, values)
         return attention.attend(index, queries, keys, values)
 
-    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=1)
-        return torch.addmm(hidden, silu(gate).mul_(up), layer.down.t())
+    def _mlp(self, layer: Layer | AdaptedLayer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gates_and_ups(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=1)
+        return layer.add_gated(hidden, silu(gate).mul_(up))
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, (self._config.hidden_size,), weight, self._config.norm_eps)

@@ -6,6 +6,7 @@ let go after every ``_MAPPED_BYTES``, the largest tensors first, so that loading
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from triptych.core.checkpoint import read_json
 from triptych.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
 SINGLE = "model.safetensors"
@@ -57,7 +58,7 @@ class Stored:
     @property
     def size(self) -> int:
         """Bytes in the file, for the types that can be loaded."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,7 +86,7 @@ class Checkpoint:
         if (directory / INDEX).is_file():
             self._read_index()
         elif (directory / SINGLE).is_file():
-            self.stored = dict(_read_header(directory / SINGLE))
+            self.stored = dict(read_header(directory / SINGLE))
         else:
             also = " (only pickled weights, which are never loaded)" if any(directory.glob("*.bin")) else ""
             raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}{also}: safetensors are needed")
@@ -98,7 +99,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{named.file} names {file!r:.200}, which is not a safetensors file of this directory"
                 )
-            self.stored.update(_read_header(self.directory / file))
+            self.stored.update(read_header(self.directory / file))
         for name, file in files.items():
             if name not in self.stored or self.stored[name].path.name != file:
                 raise CheckpointError(f"{INDEX} places {name} in {file}, which does not have it")
@@ -137,10 +138,10 @@ class Checkpoint:
         by_name = {slot.name: slot for slot in slots}
         missing = [name for name in by_name if name not in self.stored]
         if missing:
-            raise CheckpointError(f"{self.directory}: {len(missing)} tensor(s) missing: {_some(missing)}")
+            raise CheckpointError(f"{self.directory}: {len(missing)} tensor(s) missing: {some(missing)}")
         extra = [name for name in self.stored if name not in by_name and not ignored(name)]
         if extra:
-            raise CheckpointError(f"{self.directory}: {len(extra)} tensor(s) that no part uses: {_some(extra)}")
+            raise CheckpointError(f"{self.directory}: {len(extra)} tensor(s) that no part uses: {some(extra)}")
         for name, slot in by_name.items():
             _ = self.stored[name].dtype  # raises for a type that cannot be loaded
             if self.stored[name].shape != slot.stored_shape:
@@ -170,11 +171,23 @@ class _Reader:
         self._mapped += stored.size
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+def read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+    """Names and shapes, in the order in which the tensors lie in the file, without gaps.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or cut off.
+    """
     file = _open(path)
-    for name in file.keys():  # noqa: SIM118  (not a dict)
+    for name in file.offset_keys():
         entry = file.get_slice(name)
         yield name, Stored(path, tuple(entry.get_shape()), entry.get_dtype())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be had, on any device."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "alloc" in str(error)
+    )
 
 
 def _open(path: Path) -> Any:
@@ -186,6 +199,7 @@ def _open(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of them, for a message."""
     shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown}, ..."

@@ -2,11 +2,11 @@
 
     accept     validate, take the id, hand back an Answer
     prepare    open media, expand, position           (a task that outlives an impatient caller)
-    submit     into the engine's queue                (another thread from here on)
+    submit     into the engine's queue, one request an output (another thread from here on)
     dispatch   the engine's events, back on the loop  -> Answer.push
-    Answer     detokenise, match stop strings         -> the caller
+    Answer     detokenise, match stop strings, join   -> the caller
 
-The engine knows a request by a serial number of ours, never by the client's id: an event that comes
+The engine knows an output by a serial number of ours, never by the client's id: an event that comes
 late for an old request cannot reach a new one that bears the same id.
 """
 
@@ -16,27 +16,39 @@ import asyncio
 import itertools
 import logging
 import time
-import uuid
 from collections import OrderedDict
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import Draining, DuplicateRequest, Internal, RequestNotFound, TriptychError
-from triptych.core.events import Event, Failed, Finished, FinishReason, Span, Usage
-from triptych.core.request import GenerateRequest, Sampling, Stopping
+from triptych.core.errors import (
+    Draining,
+    DuplicateRequest,
+    Internal,
+    InvalidRequest,
+    RequestNotFound,
+    TriptychError,
+)
+from triptych.core.events import Event, Span
 from triptych.roles.answer import AnswerStream
 from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
+from triptych.roles.fan_out import fan_out
+from triptych.roles.kv_feed import KvFeed
+from triptych.roles.output import outputs_of
+from triptych.roles.probe import InferenceProbe
+from triptych.roles.visible_text import token_texts
 
 if TYPE_CHECKING:
+    from triptych.core.adapter import AdapterInfo
+    from triptych.core.kv_events import KvChange
+    from triptych.core.request import GenerateRequest
     from triptych.engine.loop import Engine
     from triptych.roles.intake import Draft, Frontend, Intake
+    from triptych.roles.kv_subscription import Subscription
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_IDS = 4096
 """Finished ids that an abort still recognises."""
-PROBE_SECONDS = 30.0
-"""How long an inference probe may take."""
 
 
 class Aggregated:
@@ -48,16 +60,21 @@ class Aggregated:
         self._intake = intake
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._serials = itertools.count()
+        self._token_text = token_texts(frontend.tokenizer)
+        self._kv_feed = KvFeed(description.kv_event_buffer, description.kv_event_heartbeat)
+        self._numbers = itertools.count()
         self._by_id: dict[str, AnswerStream] = {}
+        """Every answer that was accepted and not closed, by the client's id."""
         self._by_serial: dict[str, AnswerStream] = {}
-        self._preparing: dict[str, asyncio.Task[None]] = {}
+        """The same answers, by each of their outputs."""
+        self._preparing: dict[AnswerStream, asyncio.Task[None]] = {}
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._drained: asyncio.Task[None] | None = None
-        self._probe: asyncio.Task[HealthCheck] | None = None
+        token = next(iter(frontend.eos_token_ids), 0)
+        self._probe = InferenceProbe(self.accept, frontend.model.served_name, token)
         engine.start(self._deliver)
 
     @property
@@ -77,7 +94,10 @@ class Aggregated:
         arrival = time.monotonic()
         self._refuse_if_closed()
         self._refuse_if_live(request.request_id)
-        self._engine.check_queue()
+        outputs, most = request.num_sequences, self._description.max_num_sequences
+        if outputs > most:
+            raise InvalidRequest(f"num_sequences is {outputs}; one request can have at most {most} outputs here")
+        self._engine.check_queue(outputs)
         draft = await self._intake.validate(request, arrival)
         try:
             self._refuse_if_closed()  # validation may have waited
@@ -88,18 +108,17 @@ class Aggregated:
                 draft.ticket.leave()
             raise
         answer = AnswerStream(
-            f"{next(self._serials)}",
-            request,
-            self._front.tokenizer,
-            on_stop=lambda stopped: self._engine.abort(stopped.serial),
+            request.request_id,
+            outputs_of(request, next(self._numbers), self._front.tokenizer),
+            token_text=self._token_text if request.detokenize else None,
+            abort=self._engine.abort,
             on_close=self._close,
         )
         answer.ticket = draft.ticket
         self._by_id[request.request_id] = answer
-        self._by_serial[answer.serial] = answer
+        self._by_serial.update(dict.fromkeys(answer.serials, answer))
         self._idle.clear()
-        task = asyncio.create_task(self._prepare(answer, draft), name=f"prepare {answer.serial}")
-        self._preparing[answer.serial] = task
+        self._preparing[answer] = asyncio.create_task(self._prepare(answer, draft), name=f"prepare {answer.serials[0]}")
         return answer
 
     def _refuse_if_closed(self) -> None:
@@ -118,38 +137,50 @@ class Aggregated:
             prepared = await self._intake.prepare(draft, answer.wanted)
             if answer.wanted():
                 answer.prepared = Span("prepare", draft.arrival, time.monotonic())
-                self._engine.submit(replace(prepared, request_id=answer.serial, arrival=answer.prepared.end))
+                self._engine.submit(fan_out(prepared, answer.serials, answer.prepared.end))
         except TriptychError as error:
-            answer.push(Failed(answer.serial, error))
+            answer.fail(error)
         except Exception:
             log.exception("preparing a request failed")
-            answer.push(Failed(answer.serial, Internal("preparing the request failed; the engine's log has details")))
+            answer.fail(Internal("preparing the request failed; the engine's log has details"))
         finally:
-            del self._preparing[answer.serial]
+            del self._preparing[answer]
 
-    def _deliver(self, events: tuple[Event, ...]) -> None:
+    def _deliver(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
         """Called on the engine's thread, once a step."""
-        self._loop.call_soon_threadsafe(self._dispatch, events)
+        self._loop.call_soon_threadsafe(self._dispatch, events, kv_changes)
 
-    def _dispatch(self, events: tuple[Event, ...]) -> None:
+    def _dispatch(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
         for event in events:
             answer = self._by_serial.get(event.request_id)
-            if answer is not None:
+            if answer is None:
+                continue
+            try:
                 answer.push(event)
+            except Exception:
+                log.exception("an event of a request could not be read")
+                answer.fail(Internal("reading the answer failed; the engine's log has details"))
+        self._kv_feed.take(kv_changes, self._client_id)
+
+    def _client_id(self, serial: str) -> str:
+        answer = self._by_serial.get(serial)
+        return "" if answer is None else answer.request_id
 
     def _close(self, answer: AnswerStream) -> None:
-        if self._by_serial.pop(answer.serial, None) is None:
-            return
-        answer.closed = True
-        self._drop(answer)
+        """The caller has left: the id is free, and what is still computed is of no use."""
         request_id = answer.request_id
-        if self._by_id.get(request_id) is answer:
-            del self._by_id[request_id]
+        if self._by_id.get(request_id) is not answer:
+            return  # it left before
+        del self._by_id[request_id]
+        for serial in answer.serials:
+            del self._by_serial[serial]
+        answer.close()
+        self._drop(answer)
         self._finished_ids[request_id] = None
         self._finished_ids.move_to_end(request_id)
         while len(self._finished_ids) > REMEMBERED_IDS:
             self._finished_ids.popitem(last=False)
-        if not self._by_serial:
+        if not self._by_id:
             self._idle.set()
 
     # -- control ---------------------------------------------------------------------------------
@@ -171,25 +202,54 @@ class Aggregated:
     def _abort(self, answer: AnswerStream) -> AbortOutcome:
         if answer.ended:
             return AbortOutcome.ALREADY_FINISHED
-        if answer.serial in self._preparing:
-            answer.push(Finished(answer.serial, FinishReason.CANCELLED, Usage(0, 0, 0)))
+        if answer in self._preparing:
+            answer.cancel()
         self._drop(answer)
         return AbortOutcome.ABORTED
 
-    def _drop(self, answer: AnswerStream) -> None:
+    @staticmethod
+    def _drop(answer: AnswerStream) -> None:
         """Nobody wants the rest: leave the queue for media, and end in the engine. Both may have happened already."""
         if answer.ticket is not None:
             answer.ticket.give_up()
-        self._engine.abort(answer.serial)
+        answer.leave_engine()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The loaded LoRA adapters."""
+        return self._intake.adapters.infos
+
+    async def load_adapter(self, info: AdapterInfo) -> bool:
+        """Load a LoRA adapter; see ``Role.load_adapter``."""
+        self._refuse_if_closed()
+        return await self._intake.adapters.load(info)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a LoRA adapter; see ``Role.unload_adapter``."""
+        return self._intake.adapters.unload(name)
+
+    def subscribe_kv(self, *, snapshot: bool, start: int) -> Subscription:
+        """Follow the cached KV blocks; see ``Role.subscribe_kv``."""
+        self._refuse_if_closed()
+        return self._kv_feed.subscribe(snapshot=snapshot, start=start)
 
     def load(self) -> Load:
-        """How busy the engine is, at most one step old."""
+        """How busy the engine is, at most one step old. Each output counts as a request, here as in the engine."""
         load = self._engine.load()
-        return replace(load, queued_requests=load.queued_requests + len(self._preparing))
+        preparing = sum(len(answer.serials) for answer in self._preparing)
+        return replace(load, queued_requests=load.queued_requests + preparing)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Every ledger's counters by ledger name."""
-        return {**self._engine.statistics(), "media_admission": asdict(self._intake.admission.statistics())}
+        intake = self._intake
+        ledgers = {
+            **self._engine.statistics(),
+            "media_admission": asdict(intake.admission.statistics()),
+            "adapters": intake.adapters.statistics(),
+            "kv_events": self._kv_feed.statistics(),
+        }
+        if intake.compiler is not None:
+            ledgers["grammars"] = intake.compiler.statistics()
+        return ledgers
 
     async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
         """Named checks; see ``Role.health``."""
@@ -201,42 +261,14 @@ class Aggregated:
         else:
             engine = HealthCheck("scheduler", HealthState.READY)
         checks = (engine, HealthCheck("model", HealthState.READY, self.model.served_name))
-        if not probe:
-            return checks
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._infer_once())
-        return (*checks, await asyncio.shield(self._probe))
-
-    async def _infer_once(self) -> HealthCheck:
-        """One real token through the whole engine; concurrent probes share it."""
-        request = GenerateRequest(
-            request_id=f"health-probe-{uuid.uuid4().hex}",
-            model=self.model.served_name,
-            prompt=(next(iter(self._front.eos_token_ids), 0),),
-            sampling=Sampling(temperature=0),
-            stopping=Stopping(max_tokens=1, ignore_eos=True),
-            detokenize=False,
-        )
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                answer = await self.accept(request)
-                try:
-                    async for event in answer:
-                        if isinstance(event, Failed):
-                            return HealthCheck("inference_probe", HealthState.NOT_READY, str(event.error))
-                finally:
-                    await answer.aclose()
-        except TimeoutError:
-            return HealthCheck("inference_probe", HealthState.DEGRADED, f"no token within {PROBE_SECONDS:.0f} s")
-        except TriptychError as error:
-            return HealthCheck("inference_probe", HealthState.NOT_READY, str(error))
-        return HealthCheck("inference_probe", HealthState.READY)
+        return (*checks, await self._probe.check()) if probe else checks
 
     # -- the end ---------------------------------------------------------------------------------
 
     async def drain(self, grace: float) -> None:
         """Refuse, wait, abort the rest, stop; see ``Role.drain``."""
         self._draining = True
+        self._kv_feed.close()
         if self._drained is None:
             self._drained = asyncio.create_task(self._drain(grace))
         await asyncio.shield(self._drained)
@@ -246,10 +278,10 @@ class Aggregated:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         except TimeoutError:
-            for answer in list(self._by_serial.values()):
-                answer.push(Failed(answer.serial, Draining("the engine is shutting down")))
+            for answer in list(self._by_id.values()):
+                answer.fail(Draining("the engine is shutting down"))
                 self._drop(answer)
         if self._preparing:
             await asyncio.gather(*self._preparing.values(), return_exceptions=True)
         await asyncio.to_thread(self._engine.stop)
-        await asyncio.to_thread(self._intake.close)
+        await self._intake.close()

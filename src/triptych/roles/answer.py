@@ -1,4 +1,4 @@
-"""One live request's events on their way to its caller: tokens become text, stop strings are found."""
+"""One live request's events on their way to its caller: those of its outputs become one stream with one end."""
 
 from __future__ import annotations
 
@@ -6,35 +6,46 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from triptych.core.events import Event, Failed, Finished, FinishReason, Span, StopText, Tokens
-from triptych.text.detokenize import Detokenizer
-from triptych.text.stop import StopMatcher
+from triptych.core.events import Event, Failed, Finished, FinishReason, Prompt, Span, Tokens, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from triptych.core.request import GenerateRequest, Stopping
+    from triptych.core.errors import TriptychError
+    from triptych.core.logprobs import TokenLogprob
     from triptych.media.admission import Ticket
-    from triptych.text.tokenizer import Tokenizer
+    from triptych.roles.output import Output
+
+MAX_JOINED_ENTRIES = 100_000
+"""Log probabilities, candidates included, up to which deltas that have piled up leave as one message."""
 
 
 class AnswerStream:
-    """Belongs to the event loop. ``push`` on one side, iteration on the other."""
+    """Belongs to the event loop. ``push`` on one side, iteration on the other.
+
+    Args:
+        request_id: the client's.
+        outputs: in the order of their numbers; the first is the one that prefills for all.
+        token_text: see ``Answer.token_text``.
+        abort: ends a request of the engine by its serial; one that is over, or was never begun, is no error.
+        on_close: called when the caller leaves.
+    """
 
     def __init__(
         self,
-        serial: str,
-        request: GenerateRequest,
-        tokenizer: Tokenizer,
+        request_id: str,
+        outputs: tuple[Output, ...],
         *,
-        on_stop: Callable[[AnswerStream], None],
+        token_text: Callable[[int], str] | None,
+        abort: Callable[[str], None],
         on_close: Callable[[AnswerStream], None],
     ) -> None:
-        self.serial = serial
-        """The engine's name for the request."""
-        self.request_id = request.request_id
+        self.request_id = request_id
+        self.serials = tuple(output.serial for output in outputs)
+        """The engine's names for the outputs."""
+        self.token_text = token_text
         self.ended = False
         """Whether a terminal event was pushed."""
         self.closed = False
@@ -43,59 +54,94 @@ class AnswerStream:
         """The place in line for media preparation."""
         self.prepared: Span | None = None
         """The time before the engine had the request, in monotonic seconds."""
-        self._on_stop = on_stop
+        self._outputs = {output.serial: output for output in outputs}
+        self._abort = abort
         self._on_close = on_close
-        self._events: deque[Event] = deque()
+        self._events: deque[Prompt | Finished | Failed | _Pile] = deque()
+        self._piles: dict[int, _Pile] = {}
+        """By output: the pile among the events that its next delta may join."""
         self._arrived = asyncio.Event()
-        self._text = VisibleText(tokenizer, request.stopping) if request.detokenize else None
-        self._stop: StopText | None = None
 
     def wanted(self) -> bool:
         """Whether an answer can still reach somebody; from any thread."""
         return not (self.ended or self.closed)
 
     def push(self, event: Event) -> None:
-        """Take one event of the engine; after a terminal one nothing more is taken."""
-        if self.ended:
+        """Take one event of the engine about one of the outputs; after the end nothing more is taken."""
+        output = self._outputs[event.request_id]
+        if self.ended or output.ended:
             return
         match event:
+            case Prompt():
+                self._put(Prompt(self.request_id, event.token_ids, event.logprobs))
             case Tokens():
-                self._push_tokens(event)
+                delta = output.feed(event)
+                if delta is not None:
+                    self._pile(delta)
+                    if output.stopped:
+                        self._abort(output.serial)
             case Finished():
-                self.ended = True
-                self._push_finish(event)
+                self._finish(output, event)
             case Failed():
-                self.ended = True
-                self._put(Failed(self.request_id, event.error))
+                output.ended = True
+                self.fail(event.error)
 
-    def _push_tokens(self, event: Tokens) -> None:
-        if self._stop is not None:
-            return  # computed between the match and the abort
-        if self._text is None:
-            self._put(Tokens(self.request_id, event.token_ids))
-            return
-        delta = self._text.feed(event.token_ids)
-        self._put(Tokens(self.request_id, delta.token_ids, delta.text))
-        if delta.stop is not None:
-            self._stop = delta.stop
-            self._on_stop(self)
+    def fail(self, error: TriptychError) -> None:
+        """End the whole request; outputs that go on in the engine are ended there."""
+        if not self.ended:
+            self.ended = True
+            self._put(Failed(self.request_id, error))
+            self.leave_engine()
 
-    def _push_finish(self, event: Finished) -> None:
-        spans = event.spans if self.prepared is None else (self.prepared, *event.spans)
-        finish = replace(event, request_id=self.request_id, spans=tuple(map(_to_unix, spans)))
-        if self._text is not None:
-            if self._stop is None:
-                tail = self._text.finish()
-                self._stop = tail.stop
-                if tail.text:
-                    self._put(Tokens(self.request_id, (), tail.text))
-            else:
-                finish = replace(finish, usage=replace(event.usage, completion_tokens=self._text.tokens))
-            if self._stop is not None:
-                finish = replace(finish, reason=FinishReason.STOP, stop=self._stop)
-        self._put(finish)
+    def cancel(self) -> None:
+        """End every output of a request that the engine has not yet."""
+        for serial in self.serials:
+            self.push(Finished(serial, FinishReason.CANCELLED, None))
 
-    def _put(self, event: Event) -> None:
+    def leave_engine(self) -> None:
+        """Have the engine end what it still computes; the ends follow as events."""
+        for output in self._outputs.values():
+            if not output.ended:
+                self._abort(output.serial)
+
+    def close(self) -> None:
+        """The caller has left; whoever still waits for an event waits in vain."""
+        self.closed = True
+        self._arrived.set()
+
+    def _finish(self, output: Output, event: Finished) -> None:
+        tail, finished = output.finish(event)
+        if tail is not None:
+            self._pile(tail)
+        if all(other.ended for other in self._outputs.values()):
+            self.ended = True
+            finished = replace(finished, usage=self._usage(), spans=self._spans())
+        self._put(finished)
+
+    def _usage(self) -> Usage:
+        """Of all outputs: the prompt was computed once, by the first."""
+        leader = self._outputs[self.serials[0]].usage
+        completion = sum(output.usage.completion_tokens for output in self._outputs.values())
+        return replace(leader, completion_tokens=completion)
+
+    def _spans(self) -> tuple[Span, ...]:
+        """The stages of the first output, the last of them up to the end of all, in Unix seconds."""
+        spans = list(self._outputs[self.serials[0]].spans)
+        if spans:
+            end = max(span.end for output in self._outputs.values() for span in output.spans)
+            spans[-1] = replace(spans[-1], end=end)
+        if self.prepared is not None:
+            spans.insert(0, self.prepared)
+        return tuple(map(_to_unix, spans))
+
+    def _pile(self, delta: Tokens) -> None:
+        """Queue a delta, together with one of the same output that was not read yet."""
+        pile = self._piles.get(delta.output_index)
+        if pile is None or not pile.add(delta):
+            self._piles[delta.output_index] = pile = _Pile(delta)
+            self._put(pile)
+
+    def _put(self, event: Prompt | Finished | Failed | _Pile) -> None:
         self._events.append(event)
         self._arrived.set()
 
@@ -104,60 +150,57 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> Event:
-        """Wait for the next event; deltas that have piled up come as one."""
+        """Wait for the next event; an output's deltas that have piled up come as one."""
         while not self._events:
-            if self.ended:
+            if not self.wanted():
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
         event = self._events.popleft()
-        if isinstance(event, Tokens):
-            deltas = [event]
-            while self._events and isinstance(self._events[0], Tokens):
-                deltas.append(self._events.popleft())  # type: ignore[arg-type]
-            if len(deltas) > 1:
-                ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-                event = Tokens(event.request_id, ids, "".join(delta.text for delta in deltas))
-        return event
+        if not isinstance(event, _Pile):
+            return event
+        if self._piles.get(event.output_index) is event:
+            del self._piles[event.output_index]
+        return event.joined()
 
     async def aclose(self) -> None:
         """Abort if need be and free the id. Never waits, so it cannot be cancelled half-way."""
         self._on_close(self)
 
 
-class Delta(NamedTuple):
-    """What a few new tokens add to the visible answer."""
+class _Pile:
+    """Deltas of one output that wait for the reader."""
 
-    token_ids: tuple[int, ...]
-    text: str
-    stop: StopText | None
+    __slots__ = ("_deltas", "_entries", "output_index")
+
+    def __init__(self, first: Tokens) -> None:
+        self.output_index = first.output_index
+        self._deltas = [first]
+        self._entries = _entries(first.logprobs)
+
+    def add(self, delta: Tokens) -> bool:
+        """Join one more delta; False when the message would become too large."""
+        entries = self._entries + _entries(delta.logprobs)
+        if entries > MAX_JOINED_ENTRIES:
+            return False
+        self._entries = entries
+        self._deltas.append(delta)
+        return True
+
+    def joined(self) -> Tokens:
+        """All of them as one."""
+        if len(self._deltas) == 1:
+            return self._deltas[0]
+        return replace(
+            self._deltas[0],
+            token_ids=tuple(token_id for delta in self._deltas for token_id in delta.token_ids),
+            text="".join(delta.text for delta in self._deltas),
+            logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
+        )
 
 
-class VisibleText:
-    """Detokenising and stop strings of one answer."""
-
-    def __init__(self, tokenizer: Tokenizer, stopping: Stopping) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(stopping.stop_strings, include_stop=stopping.include_stop_in_output)
-        self._min_tokens = stopping.min_tokens
-        self.tokens = 0
-        """Tokens fed so far, up to and with the one that completed a stop string."""
-
-    def feed(self, token_ids: tuple[int, ...]) -> Delta:
-        """Turn new tokens into text that may be shown; tokens behind a completed stop string are dropped."""
-        shown: list[str] = []
-        for index, token_id in enumerate(token_ids):
-            self.tokens += 1
-            step = self._matcher.feed(self._detokenizer.feed(token_id), armed=self.tokens >= self._min_tokens)
-            shown.append(step.text)
-            if step.stop is not None:
-                return Delta(token_ids[: index + 1], "".join(shown), StopText(step.stop))
-        return Delta(token_ids, "".join(shown), None)
-
-    def finish(self) -> Delta:
-        """What was held back, once nothing more can come; its last bytes may still complete a stop string."""
-        step = self._matcher.finish(self._detokenizer.finish(), armed=self.tokens >= self._min_tokens)
-        return Delta((), step.text, None if step.stop is None else StopText(step.stop))
+def _entries(logprobs: tuple[TokenLogprob, ...]) -> int:
+    return sum(1 if one.candidates is None else 1 + len(one.candidates.token_ids) for one in logprobs)
 
 
 _UNIX_MINUS_MONOTONIC = time.time() - time.monotonic()

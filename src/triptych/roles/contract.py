@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 from triptych.core.load import Load as Load  # noqa: TC001 - handed on to those who see an engine through this file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from triptych.core.adapter import AdapterInfo
     from triptych.core.events import Event
+    from triptych.core.kv_events import KvBatch
     from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
 
@@ -68,6 +72,16 @@ class EngineDescription:
     num_blocks: int
     max_running_requests: int
     max_batched_tokens: int
+    max_num_sequences: int
+    """Outputs of one request."""
+    guided: bool
+    """Whether answers can be bound by a grammar: the library is installed and the model has an end of sequence."""
+    max_loras: int
+    """Adapters that may be loaded at once; 0 when adapters are switched off."""
+    kv_event_buffer: int
+    """Batches of KV events that can be replayed; 0 when they are switched off."""
+    kv_event_heartbeat: float
+    """Seconds after which a subscriber hears something even when nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,12 @@ class HealthCheck:
 
 
 class Answer(Protocol):
-    """The events of one accepted request: deltas, then exactly one Finished or Failed, then the end."""
+    """The events of one accepted request: deltas, then exactly one terminal event, then the end."""
+
+    @property
+    def token_text(self) -> Callable[[int], str] | None:
+        """What a token adds to a text, from any thread; None where the request wants no text."""
+        ...
 
     def __aiter__(self) -> Answer:
         """Itself."""
@@ -92,6 +111,27 @@ class Answer(Protocol):
 
     async def aclose(self) -> None:
         """Abort the request if it is still running and free its id. Idempotent; needed on every exit."""
+        ...
+
+
+class KvSubscription(Protocol):
+    """Batches of KV events, in order and without gaps; it ends only by an error."""
+
+    def __aiter__(self) -> KvSubscription:
+        """Itself."""
+        ...
+
+    async def __anext__(self) -> KvBatch:
+        """The next batch, or a heartbeat.
+
+        Raises:
+            Overloaded: the subscriber was too slow and would have missed a batch.
+            Draining: the engine is shutting down.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unsubscribe. Idempotent; needed on every exit."""
         ...
 
 
@@ -117,7 +157,7 @@ class Role(Protocol):
         ...
 
     async def abort(self, request_id: str) -> AbortOutcome:
-        """End one request; its stream ends with a CANCELLED finish.
+        """End one request; each of its outputs ends with a CANCELLED finish.
 
         Raises:
             RequestNotFound: the id is neither live nor remembered as finished.
@@ -126,6 +166,46 @@ class Role(Protocol):
 
     async def abort_all(self) -> int:
         """End every request; returns how many were live."""
+        ...
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The loaded LoRA adapters."""
+        ...
+
+    async def load_adapter(self, info: AdapterInfo) -> bool:
+        """Load a LoRA adapter; returns whether the very same was loaded already.
+
+        Raises:
+            AdapterConflict: another adapter has the id or the name.
+            InvalidRequest: the directory or the adapter cannot be used.
+            Overloaded: as many are loaded as are allowed.
+            Draining: the engine is shutting down.
+            WrongState: adapters are switched off.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a LoRA adapter; requests that already use it keep it.
+
+        Raises:
+            AdapterNotFound: none of this name is loaded.
+            WrongState: adapters are switched off, or this one is still being loaded.
+        """
+        ...
+
+    def subscribe_kv(self, *, snapshot: bool, start: int) -> KvSubscription:
+        """Follow the cached KV blocks.
+
+        Args:
+            snapshot: begin with everything that is cached now, see ``KvBatch``; ``start`` is then not looked at.
+            start: replay from the batch of this number; 0 begins with what happens next.
+
+        Raises:
+            InvalidRequest: ``start`` is no longer buffered, or lies beyond the next number.
+            Overloaded: there are too many subscribers already.
+            Draining: the engine is shutting down.
+            WrongState: KV events are switched off.
+        """
         ...
 
     def load(self) -> Load:

@@ -11,7 +11,7 @@ import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,19 +31,28 @@ from triptych.media.data_uri import decode_data_uri
 from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget, check_item_count
 from triptych.processors.identity import content_key
+from triptych.roles.logprob_bounds import (
+    check_candidate_ids,
+    check_output_entries,
+    check_prompt_entries,
+    check_prompt_start,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy.typing as npt
 
+    from triptych.core.adapter import Adapter
     from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
+    from triptych.core.guide import Grammar, Guide
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
     from triptych.processors.contract import Processor
+    from triptych.roles.adapters import Adapters
     from triptych.roles.contract import ModelDescription
     from triptych.text.tokenizer import Tokenizer
 
@@ -65,11 +74,30 @@ class Frontend:
     limits: MediaLimits
 
 
+class GrammarCompiler(Protocol):
+    """Turns guides into grammars, off the event loop and off the engine thread."""
+
+    async def compile(self, guide: Guide) -> Grammar:
+        """A grammar for the served model's tokens.
+
+        Raises:
+            InvalidRequest: the guide cannot be compiled; says why.
+            Overloaded: too many guides wait.
+        """
+        ...
+
+    def statistics(self) -> dict[str, float]:
+        """Counts as of now."""
+        ...
+
+
 class Draft(NamedTuple):
     """A valid request whose media are not yet open."""
 
     request: GenerateRequest
     token_ids: npt.NDArray[np.int32]
+    adapter: Adapter | None
+    grammar: Grammar | None
     arrival: float
     """Monotonic seconds."""
     ticket: Ticket | None
@@ -84,10 +112,18 @@ class Prepared(NamedTuple):
 
 
 class Intake:
-    """Prepares requests for one engine. Belongs to one event loop."""
+    """Prepares requests for one engine. Belongs to one event loop.
 
-    def __init__(self, frontend: Frontend) -> None:
+    Args:
+        frontend: what reads prompts and pictures.
+        adapters: what requests may name.
+        compiler: None where answers cannot be bound by a grammar.
+    """
+
+    def __init__(self, frontend: Frontend, adapters: Adapters, compiler: GrammarCompiler | None = None) -> None:
         self._front = frontend
+        self.adapters = adapters
+        self.compiler = compiler
         limit = frontend.limits.media_preparation_limit
         self.admission = Admission(limit, max_waiting=frontend.limits.max_waiting_preparations)
         self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
@@ -103,6 +139,7 @@ class Intake:
         front = self._front
         if request.model not in (front.model.served_name, front.model.model_id):
             raise ModelNotFound(f"model {request.model!r} is not served here; this is {front.model.served_name!r}")
+        adapter = self.adapters.resolve(request.lora_name)
         for index, item in enumerate(request.media):
             if isinstance(item.source, Url):
                 raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
@@ -110,10 +147,33 @@ class Intake:
         stopping = request.stopping
         if stopping.min_tokens >= front.model.max_context:
             raise InvalidRequest(f"min_tokens is {stopping.min_tokens}; {self._window()}")
+        check_candidate_ids(request.logprobs, front.vocab_size)
         token_ids = await self._tokenise(request.prompt)
         self._check_length(len(token_ids), stopping.min_tokens)
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
-        return Draft(request, token_ids, arrival, self.admission.enter() if request.media else None)
+        self._check_logprobs(request, len(token_ids), expanded=not request.media)
+        grammar = None if request.guide is None else await self._compile(request.guide)
+        ticket = self.admission.enter() if request.media else None
+        return Draft(request, token_ids, adapter, grammar, arrival, ticket)
+
+    async def _compile(self, guide: Guide) -> Grammar:
+        if self.compiler is None:
+            raise UnsupportedFeature(
+                f"guided.{guide.kind.value}: this engine cannot bind answers: "
+                + (
+                    "its grammar library is not installed (pip install 'triptych[guided]')"
+                    if self._front.eos_token_ids
+                    else "its model names no token that ends an answer"
+                )
+            )
+        return await self.compiler.compile(guide)
+
+    def _check_logprobs(self, request: GenerateRequest, prompt_tokens: int, *, expanded: bool) -> None:
+        front = self._front
+        check_prompt_entries(request.logprobs, prompt_tokens, front.vocab_size)
+        check_output_entries(request, front.model.max_context - prompt_tokens, front.vocab_size)
+        if expanded:
+            check_prompt_start(request.logprobs, prompt_tokens)
 
     def _window(self) -> str:
         model = self._front.model
@@ -192,6 +252,7 @@ class Intake:
     def _plan(self, draft: Draft, inputs: list[EncoderInput]) -> Prepared:
         plan, placed = self._front.processor.plan(draft.token_ids, inputs)
         self._check_length(len(plan), draft.request.stopping.min_tokens)
+        self._check_logprobs(draft.request, len(plan), expanded=True)
         return Prepared(plan, placed)
 
     def _request(self, draft: Draft, prepared: Prepared) -> Request:
@@ -211,9 +272,14 @@ class Intake:
             eos_token_ids=self._front.eos_token_ids,
             cache=asked.cache,
             arrival=draft.arrival,
+            logprobs=asked.logprobs,
+            grammar=draft.grammar,
+            adapter=draft.adapter,
+            priority=asked.priority,
         )
 
-    def close(self) -> None:
-        """Wait for the workers and for what waits for them: the queues are bounded. Blocks, so call it off the loop."""
-        self._media_pool.shutdown(wait=True)
-        self._text_pool.shutdown(wait=True)
+    async def close(self) -> None:
+        """Wait for the workers and for what waits for them: the queues are bounded."""
+        await asyncio.to_thread(self._media_pool.shutdown, wait=True)
+        await asyncio.to_thread(self._text_pool.shutdown, wait=True)
+        await self.adapters.close()

@@ -1,47 +1,38 @@
-"""The Control service: what the engine is, how it does, and how to end a request.
+"""The Control service: what the engine is, how it does, and how to end a request or the whole of it.
 
-Every flag of ModelInfo says exactly what Generate accepts. RPCs of parts of the contract that are not offered answer
-UNIMPLEMENTED and are not advertised.
+RPCs of parts of the contract that are not offered answer UNIMPLEMENTED and are not advertised.
 """
-# ruff: noqa: N802 - methods are named by the contract
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import triptych
-from triptych.core.errors import InvalidRequest, ModelNotFound, TriptychError, UnsupportedFeature
-from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState, RoleName
-from triptych.rpc.metadata import check_metadata
+import grpc
+
+from triptych.core.errors import InvalidRequest, ModelNotFound, TriptychError, UnsupportedFeature, WrongState
+from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState
+from triptych.rpc.describe import ROLES, load_info, model_info, server_info
+from triptych.rpc.metadata import check_trace
+from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
-from triptych.wire.gen import (
-    encoder_pb2,
-    generation_pb2,
-    kv_pb2,
-    lifecycle_pb2,
-    lora_pb2,
-    model_pb2,
-    openengine_pb2_grpc,
-    server_pb2,
-    version_pb2,
-)
-from triptych.wire.modality import NUMBERS
+from triptych.wire.codec_adapter import decode_adapter, decode_name, encode_adapter
+from triptych.wire.gen import encoder_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable
 
-    import grpc
+    from google.protobuf.message import Message
 
-    from triptych.roles.contract import Load, ModelDescription, Role
+    from triptych.roles.contract import Role
+    from triptych.rpc.kv_events import KvEvents
 
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
+Question = TypeVar("Question", bound="Message")
 
-ENGINE_NAME = "triptych"
-SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
+OnShutdown = Callable[[float | None], bool]
+"""Begins to end the process: how many seconds live requests may go on, None for as long as usual. Returns whether this
+was the first time."""
 
-_ROLES = {RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED}
 _ABORT_STATUSES = {
     AbortOutcome.ABORTED: lifecycle_pb2.ABORT_STATUS_ABORTED,
     AbortOutcome.ALREADY_FINISHED: lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED,
@@ -49,143 +40,55 @@ _ABORT_STATUSES = {
 _SEVERITY = (HealthState.READY, HealthState.DEGRADED, HealthState.STARTING, HealthState.NOT_READY)
 
 
-class Control(openengine_pb2_grpc.ControlServicer):
-    """Serves the Control service over any role."""
+class Control:
+    """Serves the Control service over any role, but for the stream of KV events."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, kv_events: KvEvents, on_shutdown: OnShutdown | None) -> None:
+        """Without ``on_shutdown`` the process is not to be ended by a call."""
         self._role = role
+        self._kv_events = kv_events
+        self._on_shutdown = on_shutdown
 
-    async def GetServerInfo(
-        self, request: server_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
-    ) -> server_pb2.ServerInfo:
-        """The process; fixed for its lifetime."""
-        return await _answer(context, self._server_info, request)
-
-    async def GetModelInfo(
-        self, request: model_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
-    ) -> model_pb2.ModelInfo:
-        """The model and what it accepts; its served name and its canonical id both find it."""
-        return await _answer(context, self._model_info, request)
-
-    async def GetLoad(
-        self, request: server_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
-    ) -> server_pb2.LoadInfo:
-        """A snapshot at most one step old."""
-        return await _answer(context, self._load_info, request)
-
-    async def Health(
-        self, request: lifecycle_pb2.HealthRequest, context: grpc.aio.ServicerContext
-    ) -> lifecycle_pb2.HealthResponse:
-        """The worst of the checks, and the checks."""
-        return await _answer(context, self._health, request)
-
-    async def Abort(
-        self, request: lifecycle_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> lifecycle_pb2.AbortResponse:
-        """End one request or all of them."""
-        return await _answer(context, self._abort, request)
-
-    async def LoadLora(
-        self, request: lora_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext
-    ) -> lora_pb2.LoadLoraResponse:
-        """Not offered."""
-        await _not_offered(context, "LoadLora")
-
-    async def UnloadLora(
-        self, request: lora_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext
-    ) -> lora_pb2.UnloadLoraResponse:
-        """Not offered."""
-        await _not_offered(context, "UnloadLora")
-
-    async def ListLoras(
-        self, request: lora_pb2.ListLorasRequest, context: grpc.aio.ServicerContext
-    ) -> lora_pb2.ListLorasResponse:
-        """Not offered."""
-        await _not_offered(context, "ListLoras")
-
-    async def GetKvEventSources(
-        self, request: kv_pb2.GetKvEventSourcesRequest, context: grpc.aio.ServicerContext
-    ) -> kv_pb2.GetKvEventSourcesResponse:
-        """Not offered."""
-        await _not_offered(context, "GetKvEventSources")
-
-    async def SubscribeKvEvents(  # type: ignore[override]
-        self, request: kv_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
-    ) -> None:
-        """Not offered."""
-        await _not_offered(context, "SubscribeKvEvents")
-
-    async def TransferEncoderCache(
-        self, request: encoder_pb2.TransferEncoderCacheRequest, context: grpc.aio.ServicerContext
-    ) -> encoder_pb2.TransferEncoderCacheResponse:
-        """Not offered."""
-        await _not_offered(context, "TransferEncoderCache")
-
-    async def Shutdown(
-        self, request: lifecycle_pb2.ShutdownRequest, context: grpc.aio.ServicerContext
-    ) -> lifecycle_pb2.ShutdownResponse:
-        """Not offered."""
-        await _not_offered(context, "Shutdown")
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Have a server hand its calls over."""
+        methods = {
+            "GetServerInfo": _handler(server_pb2.GetServerInfoRequest, self._server_info),
+            "GetModelInfo": _handler(model_pb2.GetModelInfoRequest, self._model_info),
+            "GetLoad": _handler(server_pb2.GetLoadRequest, self._load_info),
+            "Health": _handler(lifecycle_pb2.HealthRequest, self._health),
+            "Abort": _handler(lifecycle_pb2.AbortRequest, self._abort),
+            "LoadLora": _handler(lora_pb2.LoadLoraRequest, self._load_lora),
+            "UnloadLora": _handler(lora_pb2.UnloadLoraRequest, self._unload_lora),
+            "ListLoras": _handler(lora_pb2.ListLorasRequest, self._list_loras),
+            "GetKvEventSources": _handler(kv_pb2.GetKvEventSourcesRequest, self._sources),
+            "TransferEncoderCache": _handler(encoder_pb2.TransferEncoderCacheRequest, self._transfer),
+            "Shutdown": _handler(lifecycle_pb2.ShutdownRequest, self._shutdown),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("openengine.v1.Control", methods),))
 
     async def _server_info(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.ServerInfo:
-        engine = self._role.engine
-        info = server_pb2.ServerInfo(
-            engine_name=ENGINE_NAME,
-            engine_version=triptych.__version__,
-            engine_role=_ROLES[engine.role],
-            instance_id=engine.instance_id,
-            supported_models=[self._role.model.served_name],
-            parallelism=server_pb2.ParallelismInfo(
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                data_parallel_size=1,
-                data_parallel_rank=0,
-                data_parallel_start_rank=0,
-                decode_context_parallel_size=1,
-            ),
-            kv_connector=kv_pb2.KvConnectorInfo(enabled=False),
-            schema_revision=version_pb2.SCHEMA_REVISION_1,
-            minimum_client_revision=version_pb2.SCHEMA_REVISION_1,
-            schema_release=SCHEMA_RELEASE,
-            capacity=server_pb2.DeploymentCapacity(
-                kv_block_size=engine.block_size,
-                total_kv_blocks=engine.num_blocks,
-                max_running_requests=engine.max_running_requests,
-                max_batched_tokens=engine.max_batched_tokens,
-                max_loras=0,
-            ),
-        )
-        info.extra.update({"device": engine.device, "dtype": engine.dtype})
-        return info
+        """The process; fixed for its lifetime."""
+        return server_info(self._role.engine, self._role.model)
 
     async def _model_info(self, request: model_pb2.GetModelInfoRequest) -> model_pb2.ModelInfo:
+        """The model and what it accepts; its served name and its canonical id both find it."""
         model = self._role.model
         if not request.model:
             raise InvalidRequest("model must not be empty")
         if request.model not in (model.served_name, model.model_id):
             raise ModelNotFound(f"model {request.model!r} is not served here; {model.served_name!r} is")
-        return _describe(model)
+        return model_info(self._role.engine, model)
 
     async def _load_info(self, request: server_pb2.GetLoadRequest) -> server_pb2.LoadInfo:
-        load = self._role.load()
-        info = server_pb2.LoadInfo(
-            instance_id=self._role.engine.instance_id,
-            timestamp_unix_nanos=time.time_ns(),
-            running_requests=load.running_requests,
-            queued_requests=load.queued_requests,
-            used_kv_blocks=load.used_blocks,
-            total_kv_blocks=load.total_blocks,
-            running_tokens=load.running_tokens,
-            waiting_tokens=load.waiting_tokens,
-            prefill_batch_size=load.prefill_batch,
-            decode_batch_size=load.decode_batch,
-        )
-        if request.include_per_rank:
-            info.ranks.append(_only_rank(load))
-        return info
+        """A snapshot at most one step old."""
+        return load_info(self._role.engine, self._role.load(), per_rank=request.include_per_rank)
+
+    async def _sources(self, request: kv_pb2.GetKvEventSourcesRequest) -> kv_pb2.GetKvEventSourcesResponse:
+        return self._kv_events.sources(request)
 
     async def _health(self, request: lifecycle_pb2.HealthRequest) -> lifecycle_pb2.HealthResponse:
-        model, role = self._role.model, _ROLES[self._role.engine.role]
+        """The worst of the checks, and the checks."""
+        model, role = self._role.model, ROLES[self._role.engine.role]
         checks = [HealthCheck("grpc", HealthState.READY)]
         checks += await self._role.health(probe=request.include_inference_probe)
         if request.model and request.model not in (model.served_name, model.model_id):
@@ -204,6 +107,7 @@ class Control(openengine_pb2_grpc.ControlServicer):
         )
 
     async def _abort(self, request: lifecycle_pb2.AbortRequest) -> lifecycle_pb2.AbortResponse:
+        """End one request or all of them."""
         match request.WhichOneof("target"):
             case "request_id":
                 if not request.request_id:
@@ -221,74 +125,58 @@ class Control(openengine_pb2_grpc.ControlServicer):
             case target:
                 raise UnsupportedFeature(f"Abort({target}) is not supported by this engine")
 
+    async def _load_lora(self, request: lora_pb2.LoadLoraRequest) -> lora_pb2.LoadLoraResponse:
+        self._refuse_without_adapters()
+        if not request.HasField("adapter"):
+            raise InvalidRequest("adapter is absent")
+        info = decode_adapter(request.adapter)
+        already = await self._role.load_adapter(info)
+        return lora_pb2.LoadLoraResponse(adapter=encode_adapter(info), already_loaded=already)
 
-def _describe(model: ModelDescription) -> model_pb2.ModelInfo:
-    not_offered = model_pb2.LogprobCapabilities(supported=False)
-    info = model_pb2.ModelInfo(
-        model_id=model.model_id,
-        served_model_name=model.served_name,
-        max_context_length=model.max_context,
-        tokenizer_modes=["auto"],
-        supports_text_input=True,
-        supports_token_ids_input=True,
-        generation=model_pb2.GenerationCapabilities(
-            prompt_logprobs=not_offered,
-            output_logprobs=not_offered,
-            guided_decoding=model_pb2.GuidedDecodingCapabilities(supported=False),
-            max_num_sequences=1,
-            supports_priority=False,
-            supports_stop_in_output=True,
-            supports_cache_salt=True,
-            supports_prefix_cache_bypass=True,
-        ),
-        supports_lora=False,
-        supports_multimodal=bool(model.modalities),
-        tokenizer=model_pb2.TokenizerInfo(source=model.tokenizer_source, mode="auto"),
-    )
-    if model.model_id != model.served_name:
-        info.served_model_aliases.append(model.model_id)
-    if model.modalities:
-        info.multimodal_capabilities.CopyFrom(
-            model_pb2.MultimodalCapabilities(
-                aggregate_modalities=[NUMBERS[modality] for modality in model.modalities],
-                source_types=[
-                    generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI,
-                    generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES,
-                ],
-                supports_per_request_media_options=False,
-                routing_image_token_id=model.image_token_id,
-            )
-        )
-    return info
+    async def _unload_lora(self, request: lora_pb2.UnloadLoraRequest) -> lora_pb2.UnloadLoraResponse:
+        self._refuse_without_adapters()
+        info = await self._role.unload_adapter(decode_name("lora_name", request.lora_name))
+        return lora_pb2.UnloadLoraResponse(adapter=encode_adapter(info))
 
+    async def _list_loras(self, _: lora_pb2.ListLorasRequest) -> lora_pb2.ListLorasResponse:
+        self._refuse_without_adapters()
+        return lora_pb2.ListLorasResponse(adapters=[encode_adapter(info) for info in self._role.adapters()])
 
-def _only_rank(load: Load) -> server_pb2.RankLoadInfo:
-    return server_pb2.RankLoadInfo(
-        data_parallel_rank=0,
-        running_requests=load.running_requests,
-        queued_requests=load.queued_requests,
-        used_kv_blocks=load.used_blocks,
-        total_kv_blocks=load.total_blocks,
-        prefill_batch_size=load.prefill_batch,
-        decode_batch_size=load.decode_batch,
-    )
+    def _refuse_without_adapters(self) -> None:
+        if not self._role.engine.max_loras:
+            raise WrongState("LoRA adapters are switched off; start the engine with --max-loras")
+
+    async def _transfer(self, _: encoder_pb2.TransferEncoderCacheRequest) -> NoReturn:
+        raise UnsupportedFeature("Control.TransferEncoderCache is not supported by this engine")
+
+    async def _shutdown(self, request: lifecycle_pb2.ShutdownRequest) -> lifecycle_pb2.ShutdownResponse:
+        """Begin to end the process, if it is the one that is meant."""
+        if self._on_shutdown is None:
+            raise UnsupportedFeature("Control.Shutdown is not supported by this engine")
+        wanted, own = request.expected_instance_id, self._role.engine.instance_id
+        if not wanted:
+            raise InvalidRequest("expected_instance_id must not be empty; GetServerInfo has it")
+        if wanted != own:
+            raise WrongState(f"instance {wanted[:80]!r} is meant; this is {own!r}")
+        grace = request.grace_period_ms / 1000 if request.HasField("grace_period_ms") else None
+        if self._on_shutdown(grace):
+            return lifecycle_pb2.ShutdownResponse(status=lifecycle_pb2.SHUTDOWN_STATUS_STARTED)
+        return lifecycle_pb2.ShutdownResponse(status=lifecycle_pb2.SHUTDOWN_STATUS_ALREADY_IN_PROGRESS)
 
 
 def _health_state(state: HealthState) -> lifecycle_pb2.HealthState.ValueType:
     return lifecycle_pb2.HealthState.ValueType(state)
 
 
-async def _answer(
-    context: grpc.aio.ServicerContext, work: Callable[[Question], Awaitable[Answer]], request: Question
-) -> Answer:
-    """The result of the work, or the status of its error."""
-    try:
-        check_metadata(context.invocation_metadata() or (), inference=False)
-        return await work(request)
-    except Exception as error:
-        refusal: TriptychError = typed(error)
-    await refuse(context, refusal)
+def _handler(kind: type[Question], work: Callable[[Question], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+    """Answers with the result of the work, or with the status of its error; bytes that are no message are one, too."""
 
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            check_trace(context.invocation_metadata() or ())
+            return (await work(parse(kind, data))).SerializeToString()
+        except Exception as error:
+            refusal: TriptychError = typed(error)
+        await refuse(context, refusal)
 
-async def _not_offered(context: grpc.aio.ServicerContext, rpc: str) -> NoReturn:
-    await refuse(context, UnsupportedFeature(f"Control.{rpc} is not supported by this engine"))
+    return grpc.unary_unary_rpc_method_handler(handle)

@@ -16,30 +16,30 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from triptych.core.errors import Internal, InvalidRequest, Overloaded, PromptTooLong, TriptychError
-from triptych.core.events import Event, Failed, Finished, Tokens
-from triptych.rpc.metadata import check_metadata
+from triptych.core.events import Event, Failed, Finished, is_terminal
+from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.refuse import refuse, typed
-from triptych.wire.channel import LARGE_REQUEST
+from triptych.rpc.watchdog import STALL_SECONDS, Watchdog, give_up
 from triptych.wire.codec import decode_request
-from triptych.wire.codec_events import SPANS_TRAILER, encode_event, encode_spans
+from triptych.wire.codec_events import (
+    LARGE_EVENT,
+    SPANS_TRAILER,
+    encode_spans,
+    event_entries,
+    split_event,
+    write_event,
+)
 from triptych.wire.gen import generation_pb2 as pb
-from triptych.wire.status import as_typed, kind_trailers, to_status
+from triptych.wire.limits import LARGE_MESSAGE
+from triptych.wire.status import UNREADABLE, as_typed, kind_trailers
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
 
 log = logging.getLogger(__name__)
-
-STALL_SECONDS = 30.0
-"""How long a consumer may leave one event unread."""
-ABORT_SECONDS = 1.0
-"""How long to wait for the status of a lost consumer to leave."""
 
 
 class Accepted(NamedTuple):
@@ -47,6 +47,13 @@ class Accepted(NamedTuple):
 
     request_id: str
     answer: Answer
+
+
+class Written(NamedTuple):
+    """An event on its way out."""
+
+    event: Event
+    data: bytes
 
 
 class Inference:
@@ -59,10 +66,8 @@ class Inference:
         self._calls: set[asyncio.Task[None]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have a server hand its calls over; the request comes as bytes, since reading a large one takes a while."""
-        handler = grpc.unary_stream_rpc_method_handler(
-            self.generate, response_serializer=pb.GenerateResponse.SerializeToString
-        )
+        """Have a server hand its calls over, as bytes both ways: reading and writing what is large takes a while."""
+        handler = grpc.unary_stream_rpc_method_handler(self.generate)
         methods = grpc.method_handlers_generic_handler("openengine.v1.Inference", {"Generate": handler})
         server.add_generic_rpc_handlers((methods,))
 
@@ -93,10 +98,10 @@ class Inference:
         await refuse(context, refusal)
 
     async def _accept(self, data: bytes, context: grpc.aio.ServicerContext) -> Accepted:
-        check_metadata(context.invocation_metadata() or (), inference=True)
+        metadata = read_metadata(context.invocation_metadata() or ())
         limit = self._role.model.max_context
-        large = len(data) >= LARGE_REQUEST
-        request = await asyncio.to_thread(_read, data, limit) if large else _read(data, limit)
+        large = len(data) >= LARGE_MESSAGE
+        request = await asyncio.to_thread(_read, data, metadata, limit) if large else _read(data, metadata, limit)
         return Accepted(request.request_id, await self._role.accept(request))
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
@@ -113,7 +118,7 @@ class Inference:
                 finally:
                     watchdog.stop()
         except TimeoutError:
-            await _abort(context, self._stalled())
+            await give_up(context, self._stalled())
         finally:
             await asyncio.shield(self._close(request_id, answer))
 
@@ -121,18 +126,17 @@ class Inference:
         self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext, watchdog: Watchdog
     ) -> None:
         while True:
-            event = await _next(request_id, answer)
-            await watchdog.watch(context.write(encode_event(event)))
-            if not isinstance(event, Tokens):
-                break
-            if watchdog.stalled:
-                await watchdog.watch(context.write(encode_event(Failed(request_id, self._stalled()))))
-                break
-        match event:
-            case Finished(spans=spans):
-                context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(spans)),))
-            case Failed(error=error):
-                context.set_trailing_metadata(kind_trailers(error))
+            for part in await _next(request_id, answer):
+                written = await _write(part, answer)
+                await watchdog.watch(context.write(written.data))
+                if is_terminal(written.event):
+                    _set_trailers(written.event, context)
+                    return
+                if watchdog.stalled:
+                    stalled = Failed(request_id, self._stalled())
+                    await watchdog.watch(context.write(write_event(stalled)))
+                    _set_trailers(stalled, context)
+                    return
 
     def _stalled(self) -> Overloaded:
         return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
@@ -145,62 +149,22 @@ class Inference:
         return closing
 
 
-class Watchdog:
-    """Sees how long one event stays unread: one timer for a stream, nothing for an event.
-
-    gRPC takes one message at a time, so after a stall the error event can follow only once the unread one is read.
-    The stall therefore comes in two steps: the limit passes and the request is ended; it passes again with nothing
-    read and the consumer is lost.
-    """
-
-    def __init__(self, seconds: float, *, on_stall: Callable[[], object], on_loss: Callable[[], object]) -> None:
-        self._seconds = seconds
-        self._on_stall = on_stall
-        self._on_loss = on_loss
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-        self.stalled = False
-        """Whether the limit has passed once."""
-        self._timer = self._loop.call_later(seconds, self._look)
-
-    async def watch(self, write: Awaitable[None]) -> None:
-        """Wait for one event to be handed over."""
-        self._since = self._loop.time()
-        await write
-        self._since = None
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        if self._since is not None and now >= self._since + self._seconds:
-            if self.stalled:
-                self._on_loss()
-                return
-            self.stalled = True
-            self._on_stall()
-            self._since = now
-        self._timer = self._loop.call_at((self._since or now) + self._seconds, self._look)
-
-
-def _read(data: bytes, max_context: int) -> GenerateRequest:
+def _read(data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
     try:
         message = pb.GenerateRequest.FromString(data)
-    except DecodeError:
+    except UNREADABLE:
         raise InvalidRequest("the bytes are no GenerateRequest") from None
     # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
     tokens = len(message.token_ids.ids)
     if tokens > max_context:
         raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
-    return decode_request(message)
+    return decode_request(message, priority=metadata.priority)
 
 
-async def _next(request_id: str, answer: Answer) -> Event:
-    """The next event; whatever else the role does instead becomes a terminal one."""
+async def _next(request_id: str, answer: Answer) -> tuple[Event, ...]:
+    """The next event, in parts that fit a message; whatever else the role does becomes a terminal one."""
     try:
-        event: Event = await anext(answer)
+        return split_event(await anext(answer))
     except StopAsyncIteration:
         error: TriptychError = Internal("the engine ended the answer without a terminal event")
         log.error("request %r: %s", request_id, error)
@@ -211,25 +175,26 @@ async def _next(request_id: str, answer: Answer) -> Event:
         error = as_typed(cancelled)
     except Exception as failure:
         error = typed(failure)
-    else:
-        return event
-    return Failed(request_id, error)
+    return (Failed(request_id, error),)
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: TriptychError) -> None:
-    """End a call whose consumer does not read; the status leaves by itself once it does."""
-    code, message, trailers = to_status(error)
-    abort = asyncio.create_task(context.abort(code, message, trailers))
-    done, _ = await asyncio.wait({abort}, timeout=ABORT_SECONDS)
-    if done:
-        await abort
-    abort.add_done_callback(_retrieve)
+async def _write(event: Event, answer: Answer) -> Written:
+    """The event as a message; where that cannot be had, the failure that ends the request instead."""
+    try:
+        if event_entries(event) < LARGE_EVENT:
+            return Written(event, write_event(event, answer.token_text))
+        return Written(event, await asyncio.to_thread(write_event, event, answer.token_text))
+    except Exception as error:
+        failed = Failed(event.request_id, typed(error))
+    return Written(failed, write_event(failed))
 
 
-def _retrieve(abort: asyncio.Task[None]) -> None:
-    # context.abort always raises; by now nobody waits for it.
-    if not abort.cancelled():
-        abort.exception()
+def _set_trailers(event: Event, context: grpc.aio.ServicerContext) -> None:
+    match event:
+        case Finished(spans=spans):
+            context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(spans)),))
+        case Failed(error=error):
+            context.set_trailing_metadata(kind_trailers(error))
 
 
 async def _close(request_id: str, answer: Answer) -> None:

@@ -10,13 +10,15 @@ import grpc
 
 from triptych.core.errors import StartupError
 from triptych.rpc.address import Address
-from triptych.rpc.control import Control
-from triptych.rpc.inference import STALL_SECONDS, Inference
-from triptych.wire.channel import MAX_MESSAGE
-from triptych.wire.gen import openengine_pb2_grpc
+from triptych.rpc.control import Control, OnShutdown
+from triptych.rpc.inference import Inference
+from triptych.rpc.kv_events import KvEvents
+from triptych.rpc.watchdog import STALL_SECONDS
+from triptych.wire.limits import MAX_MESSAGE
 
 if TYPE_CHECKING:
     from triptych.roles.contract import Role
+    from triptych.rpc.tls import TlsFiles
 
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -46,24 +48,47 @@ class RoleServer:
 
 
 async def serve_role(
-    role: Role, host: str, port: int, *, allow_plaintext: bool = False, stall_seconds: float = STALL_SECONDS
+    role: Role,
+    host: str,
+    port: int,
+    *,
+    allow_plaintext: bool = False,
+    tls: TlsFiles | None = None,
+    on_shutdown: OnShutdown | None = None,
+    stall_seconds: float = STALL_SECONDS,
 ) -> RoleServer:
     """Listen and serve on the running event loop. Port 0 takes a free one.
 
+    Args:
+        role: what is served.
+        host: an address or a name of this machine's.
+        port: where.
+        allow_plaintext: whether traffic between machines may go unencrypted.
+        tls: encrypt it; any address will do then.
+        on_shutdown: begins to end the process; without it ``Control.Shutdown`` is not offered.
+        stall_seconds: how long a consumer may leave one event unread.
+
     Raises:
-        StartupError: the address is taken or not ours, or it would carry plaintext between machines.
+        StartupError: the address is taken or not ours, a file of ``tls`` is not usable, or plaintext would go between
+            machines.
     """
-    address = check_address(host, port, allow_plaintext=allow_plaintext)
-    inference = Inference(role, stall_seconds)
+    address = check_address(host, port, allow_plaintext=allow_plaintext or tls is not None)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    inference.add_to(server)
-    openengine_pb2_grpc.add_ControlServicer_to_server(Control(role), server)
     try:
-        bound = server.add_insecure_port(str(address))
+        if tls is None:
+            bound = server.add_insecure_port(str(address))
+        else:
+            bound = server.add_secure_port(str(address), tls.credentials())
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}") from error
+    address = address._replace(port=bound)
+    inference = Inference(role, stall_seconds)
+    inference.add_to(server)
+    kv_events = KvEvents(role, address, stall_seconds)
+    kv_events.add_to(server)
+    Control(role, kv_events, on_shutdown).add_to(server)
     await server.start()
-    return RoleServer(server, inference, address._replace(port=bound))
+    return RoleServer(server, inference, address)
 
 
 def check_address(host: str, port: int, *, allow_plaintext: bool = False) -> Address:
@@ -76,7 +101,7 @@ def check_address(host: str, port: int, *, allow_plaintext: bool = False) -> Add
     if not (allow_plaintext or address.loopback):
         raise StartupError(
             f"{address} can be reached from other machines and the traffic is not encrypted; "
-            "listen on 127.0.0.1 or [::1], or pass --allow-plaintext"
+            "listen on 127.0.0.1 or [::1], or pass --allow-plaintext; gRPC can be encrypted with --tls-certificate"
         )
     _refuse_unbindable(address)
     return address

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from triptych.core.errors import Cancelled, Draining, InvalidRequest, TriptychError
-from triptych.core.events import Event, Failed, Finished, Tokens
+from triptych.core.errors import InvalidRequest
 from triptych.core.media import DataUri, RawBytes, Url
+from triptych.wire.answer import RemoteAnswer, typed
 from triptych.wire.codec import encode_request
-from triptych.wire.codec_events import decode_event, spans_in
-from triptych.wire.gen import generation_pb2, lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
-from triptych.wire.status import from_status, refined
+from triptych.wire.gen import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
+from triptych.wire.limits import LARGE_MESSAGE, MAX_MESSAGE
 
 if TYPE_CHECKING:
     from triptych.core.media import MediaSource
     from triptych.core.request import GenerateRequest
+    from triptych.wire.tls import ChannelTls
 
-MAX_MESSAGE = 64 * 1024 * 1024
-"""Bytes of one message, each way, on both sides."""
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -34,51 +31,46 @@ CHANNEL_OPTIONS = (
     # Engines are named by address; a proxy in the environment is meant for other traffic.
     ("grpc.enable_http_proxy", 0),
 )
-LARGE_REQUEST = 1024 * 1024
-"""Bytes from which a request is written and read on a thread; smaller ones take the event loop a few milliseconds."""
 UNARY_SECONDS = 5.0
-TRAILER_SECONDS = 1.0
-"""How long a stream may stay open behind its terminal event."""
+PRIORITY_KEY = "openengine-priority"
 
 
 class EngineChannel:
     """Belongs to one event loop. Every method raises ``TriptychError`` and nothing else of the network's."""
 
-    def __init__(self, address: str) -> None:
-        """``address`` is HOST:PORT. Nothing is connected before the first call."""
+    def __init__(self, address: str, tls: ChannelTls | None = None) -> None:
+        """``address`` is HOST:PORT. Nothing is connected before the first call.
+
+        Raises:
+            StartupError: a file of ``tls`` is not usable.
+        """
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        # Takes requests that are bytes already: a large one is written once, and not on the event loop.
-        self._generate = self._channel.unary_stream(
-            "/openengine.v1.Inference/Generate",
-            response_deserializer=generation_pb2.GenerateResponse.FromString,
-        )
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=CHANNEL_OPTIONS)
+        # Bytes both ways: a large message is written and read once, and not on the event loop.
+        self._generate = self._channel.unary_stream("/openengine.v1.Inference/Generate")
         self._control = openengine_pb2_grpc.ControlStub(self._channel)
 
     async def generate(self, request: GenerateRequest) -> RemoteAnswer:
         """Start a request; returns once its first event is there.
 
-        Returns its events: deltas, then exactly one Finished or Failed, a broken connection included. Close it when
-        done with it; closing early cancels the request.
+        Returns its events: deltas, then exactly one terminal one, a broken connection included. Close it when done
+        with it; closing early cancels the request.
 
         Raises:
             TriptychError: the request was refused, or failed before its first delta: nothing is lost by trying
                 elsewhere what is retryable.
         """
-        large = _size(request) >= LARGE_REQUEST
+        large = _size(request) >= LARGE_MESSAGE
         data = await asyncio.to_thread(_write, request) if large else _write(request)
         if len(data) > MAX_MESSAGE:
             raise InvalidRequest(f"the request has {len(data)} bytes with its media; at most {MAX_MESSAGE}")
-        call = self._generate(data)
-        try:
-            first = await _read(call, self.address)
-        except BaseException:
-            call.cancel()
-            raise
-        if isinstance(first, Failed):
-            call.cancel()
-            raise first.error
-        return RemoteAnswer(call, self.address, request.request_id, first)
+        metadata = ((PRIORITY_KEY, f"{request.priority}"),) if request.priority else ()
+        answer = RemoteAnswer(self._generate(data, metadata=metadata), self.address, request)
+        await answer.start()
+        return answer
 
     async def get_server_info(self) -> server_pb2.ServerInfo:
         """What the engine is."""
@@ -115,70 +107,7 @@ class EngineChannel:
         try:
             return await method(request, timeout=seconds)
         except grpc.aio.AioRpcError as error:
-            raise _typed(error, self.address) from None
-
-
-class RemoteAnswer:
-    """The events of one request."""
-
-    def __init__(self, call: Any, address: str, request_id: str, first: Event) -> None:
-        self._call = call
-        self._address = address
-        self._request_id = request_id
-        self._next: Event | None = first
-        self._ended = False
-
-    def __aiter__(self) -> RemoteAnswer:
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> Event:
-        """Wait for the next event."""
-        if self._ended:
-            raise StopAsyncIteration
-        event, self._next = self._next, None
-        if event is None:
-            try:
-                event = await _read(self._call, self._address)
-            except TriptychError as error:
-                event = Failed(self._request_id, error)
-        if not isinstance(event, Tokens):
-            await self.aclose()
-        return event
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has ended. Never waits, so it cannot be cancelled half-way."""
-        self._ended = True
-        self._call.cancel()
-
-
-async def _read(call: Any, address: str) -> Event:
-    try:
-        message = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise _typed(error, address) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Cancelled(f"the connection to {address} was closed") from None
-    if message is grpc.aio.EOF:
-        raise Draining(f"{address} ended the answer without a terminal event")
-    match event := decode_event(message):
-        case Finished():
-            return replace(event, spans=spans_in(await _trailers(call)))
-        case Failed(error=failure):
-            return replace(event, error=refined(failure, await _trailers(call)))
-    return event
-
-
-async def _trailers(call: Any) -> tuple[tuple[str, str | bytes], ...]:
-    """What follows the terminal event; nothing where it does not come in time."""
-    try:
-        async with asyncio.timeout(TRAILER_SECONDS):
-            return tuple(await call.trailing_metadata() or ())
-    except TimeoutError:
-        return ()
+            raise typed(error, self.address) from None
 
 
 def _size(request: GenerateRequest) -> int:
@@ -197,7 +126,3 @@ def _source_size(source: MediaSource) -> int:
 
 def _write(request: GenerateRequest) -> bytes:
     return encode_request(request).SerializeToString()
-
-
-def _typed(error: grpc.aio.AioRpcError, address: str) -> TriptychError:
-    return from_status(error.code(), f"{address}: {error.details()}", error.trailing_metadata() or ())

@@ -11,6 +11,8 @@ from typing import Any
 from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, UnsupportedFeature
 from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
 from triptych.core.request import MAX_STOP_CONDITIONS, CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.wire.codec_guide import decode_guide, encode_guide
+from triptych.wire.codec_logprobs import decode_options, encode_options
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.modality import MODALITIES, NUMBERS
 
@@ -30,8 +32,8 @@ _SAMPLING_FIELDS = (
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_output")
 
 
-def decode_request(message: pb.GenerateRequest) -> GenerateRequest:
-    """Read a request.
+def decode_request(message: pb.GenerateRequest, *, priority: int = 0) -> GenerateRequest:
+    """Read a request. Its priority travels beside the message, as metadata of the call.
 
     Raises:
         InvalidRequest: a field is absent or wrong; the message names it.
@@ -51,19 +53,17 @@ def decode_request(message: pb.GenerateRequest) -> GenerateRequest:
         stopping=_decode_stopping(message.stopping),
         cache=CacheOptions(bypass_prefix_cache=message.kv.bypass_prefix_cache, salt=message.kv.cache_salt),
         detokenize=_decode_extra(message),
+        num_sequences=_decode_num_sequences(message.sampling),
+        logprobs=decode_options(message.response),
+        guide=decode_guide(message.guided),
+        lora_name=message.lora_name,
+        priority=priority,
     )
 
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
-    response = message.response
     asked = {
-        "response.return_prompt_logprobs": response.return_prompt_logprobs,
-        "response.return_output_logprobs": response.return_output_logprobs,
-        "response.prompt_candidates": response.prompt_candidates.WhichOneof("selection"),
-        "response.output_candidates": response.output_candidates.WhichOneof("selection"),
         "kv.session": message.kv.HasField("session"),
-        "guided": message.guided.WhichOneof("guide") or message.guided.backend,
-        "lora_name": message.lora_name,
         "media_options": len(message.media_options.fields),
         "encoder": message.HasField("encoder"),
         "encoder_cache": len(message.encoder_cache),
@@ -74,19 +74,20 @@ def _refuse_unsupported(message: pb.GenerateRequest) -> None:
 
 
 def _decode_sampling(message: pb.SamplingParams) -> Sampling:
-    if message.HasField("num_sequences"):
-        if message.num_sequences == 0:
-            raise InvalidRequest("sampling.num_sequences must be at least 1, not 0")
-        if message.num_sequences > 1:
-            raise UnsupportedFeature(
-                f"sampling.num_sequences {message.num_sequences} is not supported by this engine; send 1"
-            )
     present = _present(message, _SAMPLING_FIELDS)
     if message.HasField("top_k"):
         if message.top_k < -1:
             raise InvalidRequest(f"sampling.top_k must be >= 0 (0 or -1 keeps every token), not {message.top_k}")
         present["top_k"] = max(message.top_k, 0)
     return Sampling(**present)
+
+
+def _decode_num_sequences(message: pb.SamplingParams) -> int:
+    if not message.HasField("num_sequences"):
+        return 1
+    if message.num_sequences == 0:
+        raise InvalidRequest("sampling.num_sequences must be at least 1, not 0")
+    return message.num_sequences
 
 
 def _decode_stopping(message: pb.StoppingOptions) -> Stopping:
@@ -153,7 +154,7 @@ def _decode_extra(message: pb.GenerateRequest) -> bool:
 
 
 def encode_request(request: GenerateRequest) -> pb.GenerateRequest:
-    """Write a request.
+    """Write a request, all but its priority.
 
     Raises:
         InvalidRequest: a value does not fit its field (a number too large, text that is not Unicode).
@@ -176,7 +177,7 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
     for name in (*_SAMPLING_FIELDS, "top_k"):
         if getattr(sampling, name) is not None:
             setattr(message.sampling, name, getattr(sampling, name))
-    message.sampling.num_sequences = 1
+    message.sampling.num_sequences = request.num_sequences
     for name in _STOPPING_FIELDS:
         if getattr(stopping, name) is not None:
             setattr(message.stopping, name, getattr(stopping, name))
@@ -184,6 +185,10 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
     message.stopping.conditions.extend(pb.StopCondition(stop_token_id=number) for number in stopping.stop_token_ids)
     message.kv.bypass_prefix_cache = request.cache.bypass_prefix_cache
     message.kv.cache_salt = request.cache.salt
+    encode_options(request.logprobs, message.response)
+    if request.guide is not None:
+        encode_guide(request.guide, message.guided)
+    message.lora_name = request.lora_name
     message.extra.fields["detokenize"].bool_value = request.detokenize
     return message
 

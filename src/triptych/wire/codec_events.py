@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from triptych.core.errors import Internal
+from triptych.core.errors import Internal, InvalidRequest
 from triptych.core.events import (
     EosToken,
     Event,
     Failed,
     Finished,
     FinishReason,
+    Prompt,
     Span,
     StopMatch,
     StopText,
@@ -20,11 +23,26 @@ from triptych.core.events import (
     Tokens,
     Usage,
 )
+from triptych.wire.codec_logprobs import decode_token, encode_token
 from triptych.wire.gen import generation_pb2 as pb
+from triptych.wire.limits import MAX_MESSAGE
 from triptych.wire.status import from_message, to_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from triptych.core.logprobs import TokenLogprob
+
+TokenText = Callable[[int], str]
+"""What a token adds to a text."""
+
+LARGE_EVENT = 2000
+"""Entries from which an event had better be written on a thread: about a millisecond. An entry is a token or a
+candidate, of about 25 bytes."""
+LARGE_DELTA = 200_000
+"""Entries up to which a delta goes as one message."""
+PROMPT_PIECE = 20_000
+"""Entries that are written in one go."""
 
 SPANS_TRAILER = "triptych-spans-bin"
 """Trailing metadata of Generate: the request's timeline as JSON, ``[[name, start, end], ...]`` in Unix seconds."""
@@ -39,27 +57,105 @@ _REASONS = {
 _REASON_NUMBERS = {reason: number for number, reason in _REASONS.items()}
 
 
-def encode_event(event: Event) -> pb.GenerateResponse:
-    """Write an event. Spans do not travel in it; see ``encode_spans``."""
+def split_event(event: Event) -> tuple[Event, ...]:
+    """The same as several events where one message would be unwieldy; the text comes with the last of them.
+
+    Only deltas can be split: the prompt's log probabilities must come in one.
+    """
+    if not isinstance(event, Tokens) or len(event.logprobs) < 2 or event_entries(event) <= LARGE_DELTA:
+        return (event,)
+    *others, last = (
+        Tokens(event.request_id, (token_id,), "", (logprob,), event.output_index)
+        for token_id, logprob in zip(event.token_ids, event.logprobs, strict=True)
+    )
+    return (*others, replace(last, text=event.text))
+
+
+def event_entries(event: Event) -> int:
+    """How many tokens an event has, candidates included."""
+    if not isinstance(event, Tokens | Prompt):
+        return 1
+    return len(event.token_ids) + sum(map(_candidates, event.logprobs))
+
+
+def _candidates(logprob: TokenLogprob | None) -> int:
+    return 0 if logprob is None or logprob.candidates is None else len(logprob.candidates.token_ids)
+
+
+def write_event(event: Event, token_text: TokenText | None = None) -> bytes:
+    """An event's message as bytes; from any thread.
+
+    Args:
+        event: what to write. Spans do not travel in it; see ``encode_spans``.
+        token_text: what each token adds to a text; None leaves the words of tokens empty.
+
+    Raises:
+        InvalidRequest: log probabilities that were asked for are too much for one message.
+    """
+    parts = _prompt_parts(event) if isinstance(event, Prompt) else (event,)
+    pieces: list[bytes] = []
+    size = 0
+    for part in parts:
+        pieces.append(encode_event(part, token_text).SerializeToString())
+        size += len(pieces[-1])
+        if size > MAX_MESSAGE:
+            raise InvalidRequest(
+                f"the log probabilities of one event have more than {MAX_MESSAGE} bytes; ask for fewer candidates, "
+                "for a later response.prompt_logprob_start, or for no words with extra.detokenize = false"
+            )
+    return b"".join(pieces)
+
+
+def _prompt_parts(event: Prompt) -> Iterator[Prompt]:
+    """A large prompt piece by piece.
+
+    Messages laid end to end are one message with their repeated fields joined, so the pieces' bytes together are the
+    whole; and neither the memory nor the time of one call of protobuf, which lets no other thread run, adds up.
+    """
+    start, entries = 0, 0
+    for index, logprob in enumerate(event.logprobs):
+        entries += 1 + _candidates(logprob)
+        if entries >= PROMPT_PIECE:
+            yield _prompt_part(event, start, index + 1)
+            start, entries = index + 1, 0
+    if start < len(event.token_ids):
+        yield _prompt_part(event, start, len(event.token_ids))
+
+
+def _prompt_part(event: Prompt, start: int, end: int) -> Prompt:
+    return Prompt(event.request_id, event.token_ids[start:end], event.logprobs[start:end])
+
+
+def encode_event(event: Event, token_text: TokenText | None = None) -> pb.GenerateResponse:
+    """Write an event; see ``write_event``."""
     message = pb.GenerateResponse(request_id=event.request_id)
+    words = token_text or _no_words
     match event:
-        case Tokens(token_ids=token_ids, text=text):
-            message.token.output_index = 0
-            message.token.text = text
-            for token_id in token_ids:
-                message.token.tokens.add(token_id=token_id)
+        case Prompt(token_ids=token_ids, logprobs=logprobs):
+            for token_id, logprob in zip(token_ids, logprobs, strict=True):
+                encode_token(message.prompt.tokens.add(), token_id, logprob, words)
+        case Tokens(token_ids=token_ids, logprobs=logprobs):
+            message.token.output_index = event.output_index
+            message.token.text = event.text
+            for token_id, number in zip(token_ids, logprobs or (None,) * len(token_ids), strict=True):
+                encode_token(message.token.tokens.add(), token_id, number, words)
         case Finished(reason=reason, usage=usage, stop=stop):
-            message.finished.output_index = 0
+            message.finished.output_index = event.output_index
             message.finished.reason = _REASON_NUMBERS[reason]
             if stop is not None:
                 message.finished.stop_match.CopyFrom(_encode_stop(stop))
-            message.usage.prompt_tokens = usage.prompt_tokens
-            message.usage.completion_tokens = usage.completion_tokens
-            message.usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
-            message.usage.cached_prompt_tokens = usage.cached_prompt_tokens
+            if usage is not None:
+                message.usage.prompt_tokens = usage.prompt_tokens
+                message.usage.completion_tokens = usage.completion_tokens
+                message.usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+                message.usage.cached_prompt_tokens = usage.cached_prompt_tokens
         case Failed(error=error):
             message.error.CopyFrom(to_message(error))
     return message
+
+
+def _no_words(_: int) -> str:
+    return ""
 
 
 def _encode_stop(stop: StopMatch) -> pb.StopMatch:
@@ -72,20 +168,22 @@ def _encode_stop(stop: StopMatch) -> pb.StopMatch:
             return pb.StopMatch(stop_text=text)
 
 
-def decode_event(message: pb.GenerateResponse) -> Event:
-    """Read an event of a plain request.
+def decode_event(message: pb.GenerateResponse, outputs: int = 1) -> Event:
+    """Read an event of a request for so many outputs. The words of single tokens are not read.
 
     Raises:
         Internal: the engine broke the contract; the message says how.
     """
     match message.WhichOneof("event"):
+        case "prompt":
+            infos = message.prompt.tokens
+            return Prompt(
+                message.request_id, tuple(info.token_id for info in infos), tuple(decode_token(info) for info in infos)
+            )
         case "token":
-            _require_only_output(message.token)
-            token_ids = tuple(token.token_id for token in message.token.tokens)
-            return Tokens(message.request_id, token_ids, message.token.text)
+            return _decode_tokens(message, _output_index(message.token, outputs))
         case "finished":
-            _require_only_output(message.finished)
-            return _decode_finished(message)
+            return _decode_finished(message, _output_index(message.finished, outputs))
         case "error":
             return Failed(message.request_id, from_message(message.error))
         case None:
@@ -94,14 +192,24 @@ def decode_event(message: pb.GenerateResponse) -> Event:
             raise Internal(f"the engine sent an event {other!r} that was not asked for")
 
 
-def _require_only_output(output: pb.TokenOutput | pb.GenerationFinished) -> None:
+def _output_index(output: pb.TokenOutput | pb.GenerationFinished, outputs: int) -> int:
     if not output.HasField("output_index"):
         raise Internal("the engine sent an output without its index")
-    if output.output_index != 0:
-        raise Internal(f"the engine sent output {output.output_index} of a request for one")
+    if output.output_index >= outputs:
+        raise Internal(f"the engine sent output {output.output_index} of a request for {outputs}")
+    return output.output_index
 
 
-def _decode_finished(message: pb.GenerateResponse) -> Finished:
+def _decode_tokens(message: pb.GenerateResponse, output_index: int) -> Tokens:
+    infos = message.token.tokens
+    logprobs = tuple(number for number in map(decode_token, infos) if number is not None)
+    if logprobs and len(logprobs) < len(infos):
+        raise Internal("the engine sent a token without its log probability among others that have it")
+    token_ids = tuple(info.token_id for info in infos)
+    return Tokens(message.request_id, token_ids, message.token.text, logprobs, output_index)
+
+
+def _decode_finished(message: pb.GenerateResponse, output_index: int) -> Finished:
     finished, usage = message.finished, message.usage
     reason = _REASONS.get(finished.reason)
     if reason is None:
@@ -109,8 +217,11 @@ def _decode_finished(message: pb.GenerateResponse) -> Finished:
     return Finished(
         request_id=message.request_id,
         reason=reason,
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens),
+        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
+        if message.HasField("usage")
+        else None,
         stop=_decode_stop(finished.stop_match),
+        output_index=output_index,
     )
 
 

@@ -19,6 +19,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from triptych.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
     Cancelled,
     Code,
     Draining,
@@ -34,12 +36,16 @@ from triptych.core.errors import (
     RoleMismatch,
     TriptychError,
     UnsupportedFeature,
+    WrongState,
     one_line,
 )
 from triptych.wire.gen import error_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+UNREADABLE = (DecodeError, UnicodeDecodeError)
+"""What the runtimes of protobuf raise for bytes that are no message of a class."""
 
 ERROR_TRAILER = "triptych-error-bin"
 KIND_TRAILER = "triptych-error-kind"
@@ -63,7 +69,7 @@ _CLASS_BY_CODE: dict[int, type[TriptychError]] = {
 _CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: WrongState,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
@@ -75,7 +81,13 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
 }
 """For engines that send no trailer, and for statuses that gRPC itself made. The rest is Internal."""
 
-_CLASS_BY_KIND: dict[str, type[TriptychError]] = {"prompt_too_long": PromptTooLong, "draining": Draining}
+_CLASS_BY_KIND: dict[str, type[TriptychError]] = {
+    "prompt_too_long": PromptTooLong,
+    "draining": Draining,
+    "adapter_not_found": AdapterNotFound,
+    "adapter_conflict": AdapterConflict,
+    "wrong_state": WrongState,
+}
 """Classes that share their code with another; a word counts only beside its class's code."""
 _KIND_BY_CLASS = {kind: word for word, kind in _CLASS_BY_KIND.items()}
 
@@ -148,7 +160,7 @@ def from_status(code: grpc.StatusCode, message: str, trailers: Iterable[tuple[st
         if key == ERROR_TRAILER and isinstance(value, bytes):
             try:
                 sent = error_pb2.EngineError.FromString(value)
-            except DecodeError:
+            except UNREADABLE:
                 break
             return refined(from_message(sent), trailers)
     kind = _CLASS_BY_STATUS.get(code, Internal)

@@ -1,0 +1,143 @@
+"""What an engine says of itself. Every flag says exactly what Generate accepts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import triptych
+from triptych.core.guide import GuideKind
+from triptych.core.logprobs import MAX_TOP_N
+from triptych.roles.contract import RoleName
+from triptych.wire.gen import generation_pb2, kv_pb2, model_pb2, server_pb2, version_pb2
+from triptych.wire.modality import NUMBERS
+
+if TYPE_CHECKING:
+    from triptych.roles.contract import EngineDescription, Load, ModelDescription
+
+ENGINE_NAME = "triptych"
+SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
+HEARTBEAT_KEY = "kv_event_heartbeat_interval_ms"
+
+ROLES = {RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED}
+_SELECTIONS = (
+    model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
+    model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS,
+    model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_ALL,
+)
+_GUIDES = {
+    GuideKind.JSON_SCHEMA: model_pb2.GUIDED_DECODING_MODE_JSON_SCHEMA,
+    GuideKind.REGEX: model_pb2.GUIDED_DECODING_MODE_REGEX,
+    GuideKind.EBNF_GRAMMAR: model_pb2.GUIDED_DECODING_MODE_EBNF_GRAMMAR,
+    GuideKind.STRUCTURAL_TAG: model_pb2.GUIDED_DECODING_MODE_STRUCTURAL_TAG,
+    GuideKind.CHOICE: model_pb2.GUIDED_DECODING_MODE_CHOICE,
+    GuideKind.JSON_OBJECT: model_pb2.GUIDED_DECODING_MODE_JSON_OBJECT,
+}
+
+
+def server_info(engine: EngineDescription, model: ModelDescription) -> server_pb2.ServerInfo:
+    """The process; fixed for its lifetime."""
+    info = server_pb2.ServerInfo(
+        engine_name=ENGINE_NAME,
+        engine_version=triptych.__version__,
+        engine_role=ROLES[engine.role],
+        instance_id=engine.instance_id,
+        supported_models=[model.served_name],
+        parallelism=server_pb2.ParallelismInfo(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            data_parallel_start_rank=0,
+            decode_context_parallel_size=1,
+        ),
+        kv_connector=kv_pb2.KvConnectorInfo(enabled=False, supports_abort_cleanup=False),
+        schema_revision=version_pb2.SCHEMA_REVISION_1,
+        minimum_client_revision=version_pb2.SCHEMA_REVISION_1,
+        schema_release=SCHEMA_RELEASE,
+        capacity=server_pb2.DeploymentCapacity(
+            kv_block_size=engine.block_size,
+            total_kv_blocks=engine.num_blocks,
+            max_running_requests=engine.max_running_requests,
+            max_batched_tokens=engine.max_batched_tokens,
+            max_loras=engine.max_loras,
+        ),
+    )
+    info.extra.update({"device": engine.device, "dtype": engine.dtype})
+    if engine.kv_event_buffer:
+        info.extra.update({HEARTBEAT_KEY: engine.kv_event_heartbeat * 1000})
+    return info
+
+
+def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.ModelInfo:
+    """The model and what a request for it may ask for."""
+    info = model_pb2.ModelInfo(
+        model_id=model.model_id,
+        served_model_name=model.served_name,
+        max_context_length=model.max_context,
+        tokenizer_modes=["auto"],
+        supports_text_input=True,
+        supports_token_ids_input=True,
+        generation=_generation(engine),
+        supports_lora=engine.max_loras > 0,
+        supports_multimodal=bool(model.modalities),
+        tokenizer=model_pb2.TokenizerInfo(source=model.tokenizer_source, mode="auto"),
+    )
+    if model.model_id != model.served_name:
+        info.served_model_aliases.append(model.model_id)
+    if model.modalities:
+        info.multimodal_capabilities.CopyFrom(
+            model_pb2.MultimodalCapabilities(
+                aggregate_modalities=[NUMBERS[modality] for modality in model.modalities],
+                source_types=[
+                    generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI,
+                    generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES,
+                ],
+                supports_per_request_media_options=False,
+                routing_image_token_id=model.image_token_id,
+            )
+        )
+    return info
+
+
+def _generation(engine: EngineDescription) -> model_pb2.GenerationCapabilities:
+    logprobs = model_pb2.LogprobCapabilities(supported=True, candidate_selection_modes=_SELECTIONS, max_top_n=MAX_TOP_N)
+    guides = [_GUIDES[kind] for kind in GuideKind] if engine.guided else []
+    return model_pb2.GenerationCapabilities(
+        prompt_logprobs=logprobs,
+        output_logprobs=logprobs,
+        guided_decoding=model_pb2.GuidedDecodingCapabilities(supported=engine.guided, modes=guides),
+        max_num_sequences=engine.max_num_sequences,
+        supports_priority=True,
+        supports_stop_in_output=True,
+        supports_cache_salt=True,
+        supports_prefix_cache_bypass=True,
+    )
+
+
+def load_info(engine: EngineDescription, load: Load, *, per_rank: bool) -> server_pb2.LoadInfo:
+    """A snapshot of the load, taken now."""
+    info = server_pb2.LoadInfo(
+        instance_id=engine.instance_id,
+        timestamp_unix_nanos=time.time_ns(),
+        running_requests=load.running_requests,
+        queued_requests=load.queued_requests,
+        active_kv_sessions=0,  # a fact, where absence would be "cannot say": this role has none
+        used_kv_blocks=load.used_blocks,
+        total_kv_blocks=load.total_blocks,
+        running_tokens=load.running_tokens,
+        waiting_tokens=load.waiting_tokens,
+        prefill_batch_size=load.prefill_batch,
+        decode_batch_size=load.decode_batch,
+    )
+    if per_rank:
+        info.ranks.add(
+            data_parallel_rank=0,
+            running_requests=load.running_requests,
+            queued_requests=load.queued_requests,
+            used_kv_blocks=load.used_blocks,
+            total_kv_blocks=load.total_blocks,
+            prefill_batch_size=load.prefill_batch,
+            decode_batch_size=load.decode_batch,
+        )
+    return info
