@@ -32,5 +32,5 @@ eval-demo:   ## held-out accuracy of the demo model, per kind
 	@$(python) scripts/eval_demo
 
 dynamo:      ## NVIDIA Dynamo's own client against the engine (fetches it: 75 MB)
-	@scripts/setup
+	@scripts/setup guided
 	@$(python) scripts/dynamo

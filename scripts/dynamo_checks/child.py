@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import NamedTuple
 
 TERM_SECONDS = 5
 """The sidecar cannot be asked to end while it waits for its engine."""
 KILL_SECONDS = 10
+
+
+class Process(NamedTuple):
+    """Any process of the machine."""
+
+    pid: int
+    started: str
+    """When, in the kernel's own count: ids are used again."""
 
 
 class Child:
@@ -37,6 +43,16 @@ class Child:
         """None while it runs."""
         return self._process.poll()
 
+    def helpers(self) -> set[Process]:
+        """The processes that it has started, and those that these have."""
+        running = _running()
+        found = {self._process.pid}
+        size = 0
+        while len(found) > size:
+            size = len(found)
+            found |= {process.pid for process, parent in running.items() if parent in found}
+        return {process for process in running if process.pid in found - {self._process.pid}}
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to its group; nothing where it has ended."""
         # Until it is waited for, its id cannot belong to anybody else.
@@ -60,3 +76,21 @@ class Child:
     def written(self) -> str:
         """All its output so far."""
         return self.log.read_text(errors="replace")
+
+
+def alive(processes: set[Process]) -> set[Process]:
+    """Those that still run."""
+    return processes & set(_running())
+
+
+def _running() -> dict[Process, int]:
+    """Every process that has not ended, with its parent's id."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *others = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if state != "Z":
+            found[Process(int(path.parent.name), others[17])] = int(parent)
+    return found

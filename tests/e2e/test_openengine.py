@@ -128,9 +128,9 @@ def test_a_broken_picture_is_an_event_and_the_engine_goes_on(inference: openengi
         ({"model": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"model": "nobody"}, grpc.StatusCode.NOT_FOUND),
         ({"media": []}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"lora_name": "x"}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"lora_name": "x"}, grpc.StatusCode.NOT_FOUND),
         ({"sampling": g.SamplingParams(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"sampling": g.SamplingParams(num_sequences=2)}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"sampling": g.SamplingParams(num_sequences=0)}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"media": [g.MediaItem(url="https://example.com/a.png")]}, grpc.StatusCode.UNIMPLEMENTED),
     ],
 )

@@ -189,6 +189,20 @@ async def test_detokenize_false_gives_ids_only(role: Aggregated) -> None:
     assert bare.text == ""
 
 
+async def test_stop_strings_are_found_where_no_text_is_wanted(role: Aggregated) -> None:
+    plain = await ask(role, request("what colour is the circle?", RED))
+    assert len(plain.text) > 2
+    stopping = Stopping(max_tokens=20, stop_strings=(plain.text[1:3],))
+    shown = await ask(role, request("what colour is the circle?", RED, stopping=stopping))
+    bare = await ask(role, request("what colour is the circle?", RED, stopping=stopping, detokenize=False))
+    assert isinstance(shown.end, Finished)
+    assert isinstance(bare.end, Finished)
+    assert bare.end.stop == shown.end.stop == StopText(plain.text[1:3])
+    assert bare.end.reason is FinishReason.STOP
+    assert (bare.token_ids, bare.end.usage) == (shown.token_ids, shown.end.usage)
+    assert (bare.text, shown.text) == ("", plain.text[:1])
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 async def test_abort_at_any_moment(role: Aggregated, steps: int) -> None:
     answer = await role.accept(request("what is it?", RED, stopping=Stopping(ignore_eos=True)))

@@ -77,6 +77,9 @@ class Compiler:
     def statistics(self) -> dict[str, float]:
         return {"compiled": len(self.asked)}
 
+    async def close(self) -> None:
+        self.closed = True
+
 
 async def test_a_group_shares_everything_but_serials_and_seeds() -> None:
     engine = FakeEngine()

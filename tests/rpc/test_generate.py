@@ -23,8 +23,9 @@ from triptych.core.errors import (
     UnsupportedFeature,
 )
 from triptych.core.events import Tokens
+from triptych.rpc.inference import Inference
 from triptych.wire.codec_events import SPANS_TRAILER, decode_spans
-from triptych.wire.gen import error_pb2
+from triptych.wire.gen import error_pb2, generation_pb2
 
 if TYPE_CHECKING:
     from tests.rpc.conftest import Serve
@@ -111,6 +112,37 @@ async def test_a_refusal_is_a_status_and_no_event(
 ) -> None:
     served = await serve(ScriptedRole(refusal=refusal))
     assert await status_of(served.generate()) == (status, str(refusal))
+
+
+class RecordingContext:
+    """What a handler does to its call, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        assert metadata == ()
+        self.done.append("headers")
+
+    async def abort(self, code: grpc.StatusCode, message: str, trailers: object) -> None:
+        self.done.append(code.name)
+        raise grpc.aio.AbortError(message)
+
+
+@pytest.mark.parametrize(("refusal", "status"), REFUSALS)
+async def test_headers_precede_the_refusal_of_what_is_not_offered(
+    refusal: BaseException, status: grpc.StatusCode
+) -> None:
+    # Such a refusal is the request's own fault; without headers some clients would hold it against the whole engine.
+    context = RecordingContext()
+    data = generation_pb2.GenerateRequest(request_id="r", model="scripted", prompt="hi").SerializeToString()
+    with pytest.raises(grpc.aio.AbortError):
+        await Inference(ScriptedRole(refusal=refusal)).generate(data, context)
+    headers = ["headers"] if status is grpc.StatusCode.UNIMPLEMENTED else []
+    assert context.done == [*headers, status.name]
 
 
 @pytest.mark.parametrize("refusal", [KeyError("/secret"), TypeError("secret"), IntegrityError("the ledger is wrong")])

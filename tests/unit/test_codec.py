@@ -82,7 +82,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
     stopping = Stopping(
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens or 2**32 - 1)),
-        stop_strings=tuple(draw(st.lists(TEXT, max_size=3))) if detokenize else (),
+        stop_strings=tuple(draw(st.lists(TEXT, max_size=3))),
         stop_token_ids=tuple(draw(st.lists(UINT32, max_size=3))),
         ignore_eos=draw(st.booleans()),
         include_stop_in_output=draw(st.booleans()),

@@ -146,7 +146,7 @@ class Waiter:
 
 
 @given(st.lists(st.tuples(st.sampled_from(("push", "pop", "leave")), st.integers(0, 5)), max_size=300))
-@example([("push", 0), ("push", 2), ("leave", 0), ("push", 0)])
+@example([("push", 0), ("push", 1), ("push", 3), ("leave", 1), ("push", 1), ("pop", 0)])
 @settings(max_examples=60, deadline=None)
 def test_the_queue_is_a_sorted_list(moves: list[tuple[str, int]]) -> None:
     waiting, model = Waiting(), {}

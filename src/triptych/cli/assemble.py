@@ -9,6 +9,7 @@ from triptych.cli.flags import model_directory, served_name
 from triptych.core.config import SchedulerConfig
 from triptych.core.errors import CheckpointError, StartupError
 from triptych.core.media import Modality
+from triptych.engine.grammar import GrammarCompiler, guided_available
 from triptych.engine.kv_pool import allocate, count_blocks
 from triptych.engine.loop import Engine
 from triptych.engine.runner import Runner
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from triptych.models.registry import Description
 
 
-MAX_NUM_SEQUENCES = 64
-"""Outputs of one request, where the engine runs as many requests at once."""
+MAX_NUM_SEQUENCES = 16
+"""Outputs of one request, where as many may wait and run at once. They begin together, so all of their places must
+become free first, and the queue waits behind them."""
 KV_EVENT_BUFFER = 4096
 """Batches of KV events that a subscriber may ask for again; there is at most one a step."""
 KV_EVENT_HEARTBEAT = 2.0
@@ -135,8 +137,8 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
         num_blocks=config.num_blocks,
         max_running_requests=config.max_running_requests,
         max_batched_tokens=config.max_batched_tokens,
-        max_num_sequences=min(MAX_NUM_SEQUENCES, config.max_running_requests),
-        guided=False,
+        max_num_sequences=min(MAX_NUM_SEQUENCES, config.max_running_requests, config.max_waiting_requests),
+        guided=guided_available() and bool(loaded.frontend.eos_token_ids),
         max_loras=options.max_loras,
         kv_event_buffer=KV_EVENT_BUFFER if options.kv_events else 0,
         kv_event_heartbeat=KV_EVENT_HEARTBEAT,
@@ -144,7 +146,16 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
     adapters = Adapters(
         lambda info: loaded.model.text.load_adapter(info, max_rank=options.max_lora_rank), options.max_loras
     )
-    return Aggregated(description, loaded.frontend, Intake(loaded.frontend, adapters), engine)
+    compiler = _grammar_compiler(loaded.frontend) if description.guided else None
+    return Aggregated(description, loaded.frontend, Intake(loaded.frontend, adapters, compiler), engine)
+
+
+def _grammar_compiler(frontend: Frontend) -> GrammarCompiler:
+    tokenizer = frontend.tokenizer
+    vocabulary = [
+        b"" if index in tokenizer.special_ids else tokenizer.token_bytes(index) for index in range(frontend.vocab_size)
+    ]
+    return GrammarCompiler(vocabulary, frontend.eos_token_ids)
 
 
 ROLES = {RoleName.AGGREGATED.value: aggregated}

@@ -137,7 +137,7 @@ class GenerateRequest:
     stopping: Stopping = field(default_factory=Stopping)
     cache: CacheOptions = field(default_factory=CacheOptions)
     detokenize: bool = True
-    """False: token ids only, no text is produced (stop strings are then refused)."""
+    """False: token ids only. No text is shown, and none is produced but to find stop strings."""
     num_sequences: int = 1
     """Outputs, which share one prefill; their seeds are derived."""
     logprobs: LogprobOptions = field(default_factory=LogprobOptions)
@@ -162,10 +162,6 @@ class GenerateRequest:
         size = len(self.lora_name.encode(errors="surrogatepass"))
         _require(size <= MAX_ADAPTER_NAME_BYTES, f"lora_name has {size} bytes; at most {MAX_ADAPTER_NAME_BYTES}")
         _require(-(2**31) <= self.priority < 2**31, f"priority must be a signed 32-bit number, not {self.priority}")
-        _require(
-            self.detokenize or not self.stopping.stop_strings,
-            "stop strings need text: leave extra.detokenize at true, or use stop token ids",
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -76,6 +76,11 @@ class GrammarCompiler:
         self._closing = False
         self._counts = dict.fromkeys(("compiled", "failed", "hits"), 0)
 
+    @property
+    def pid(self) -> int:
+        """The process that all others are forked from; 0 while there is none."""
+        return self._host.pid
+
     async def compile(self, guide: Guide) -> ForkedGrammar:
         """A grammar for the model's tokens. Cancelling a caller leaves the work to the others.
 

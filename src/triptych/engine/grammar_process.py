@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-BURST_SECONDS = 0.5
+BURST_SECONDS = 1.0
 """Processor time that an answer may take for its grammar at once."""
-TOKEN_SECONDS = 0.005
+TOKEN_SECONDS = 0.05
 """Processor time that every token adds to what is left of it."""
 MAX_REASON = 300
 """Characters of the library's own message that are passed on."""

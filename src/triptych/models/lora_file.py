@@ -47,6 +47,7 @@ def name_of_b(module: Module) -> str:
 class _Place:
     stored: Stored
     offset: int
+    """From the beginning of the file."""
 
 
 class LoraFile:

@@ -90,6 +90,10 @@ class GrammarCompiler(Protocol):
         """Counts as of now."""
         ...
 
+    async def close(self) -> None:
+        """End what compiles and what follows grammars."""
+        ...
+
 
 class Draft(NamedTuple):
     """A valid request whose media are not yet open."""
@@ -283,3 +287,5 @@ class Intake:
         await asyncio.to_thread(self._media_pool.shutdown, wait=True)
         await asyncio.to_thread(self._text_pool.shutdown, wait=True)
         await self.adapters.close()
+        if self.compiler is not None:
+            await self.compiler.close()

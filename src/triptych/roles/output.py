@@ -29,8 +29,8 @@ class OutputEnd(NamedTuple):
 class Output:
     """Follows one request of the engine. Its events bear the client's id and the output's number."""
 
-    def __init__(self, request_id: str, index: int, serial: str, text: VisibleText | None) -> None:
-        """``text`` is None where the client wants token ids only."""
+    def __init__(self, request_id: str, index: int, serial: str, text: VisibleText | None, *, shown: bool) -> None:
+        """``text`` is None where nobody reads one; with stop strings it is read for them, ``shown`` or not."""
         self.index = index
         self.serial = serial
         """The engine's name for it."""
@@ -42,6 +42,7 @@ class Output:
         """The engine's stages of it in monotonic seconds, once it has ended."""
         self._request_id = request_id
         self._text = text
+        self._shown = shown
         self._stop: StopText | None = None
 
     @property
@@ -56,7 +57,8 @@ class Output:
         token_ids, logprobs, text = event.token_ids, event.logprobs, ""
         if self._text is not None:
             delta = self._text.feed(token_ids)
-            token_ids, logprobs, text = token_ids[: delta.tokens], logprobs[: delta.tokens], delta.text
+            token_ids, logprobs = token_ids[: delta.tokens], logprobs[: delta.tokens]
+            text = delta.text if self._shown else ""
             self._stop = delta.stop
         return Tokens(self._request_id, token_ids, text, logprobs, self.index)
 
@@ -72,7 +74,7 @@ class Output:
             else:
                 delta = self._text.finish()
                 self._stop = delta.stop
-                if delta.text:
+                if delta.text and self._shown:
                     tail = Tokens(self._request_id, (), delta.text, output_index=self.index)
         reason, stop = (event.reason, event.stop) if self._stop is None else (FinishReason.STOP, self._stop)
         return OutputEnd(tail, Finished(self._request_id, reason, None, stop, output_index=self.index))
@@ -80,6 +82,9 @@ class Output:
 
 def outputs_of(request: GenerateRequest, number: int, tokenizer: Tokenizer) -> tuple[Output, ...]:
     """The outputs of the request that an engine knows by ``number``."""
-    count = request.num_sequences
-    texts = visible_texts(tokenizer, request.stopping, count) if request.detokenize else (None,) * count
-    return tuple(Output(request.request_id, index, f"{number}.{index}", text) for index, text in enumerate(texts))
+    count, shown = request.num_sequences, request.detokenize
+    read = shown or bool(request.stopping.stop_strings)
+    texts = visible_texts(tokenizer, request.stopping, count) if read else (None,) * count
+    return tuple(
+        Output(request.request_id, index, f"{number}.{index}", text, shown=shown) for index, text in enumerate(texts)
+    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
-from triptych.core.errors import Internal, InvalidRequest, Overloaded, PromptTooLong, TriptychError
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, PromptTooLong, Status, TriptychError
 from triptych.core.events import Event, Failed, Finished, is_terminal
 from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.refuse import refuse, typed
@@ -95,6 +95,10 @@ class Inference:
         else:
             await self._stream(accepted.request_id, accepted.answer, context)
             return
+        if refusal.status is Status.UNIMPLEMENTED:
+            # Headers first: there are clients that take a refusal without headers, unless it calls the request itself
+            # wrong, for a server that is ill, and send nobody's requests there for a while.
+            await context.send_initial_metadata(())
         await refuse(context, refusal)
 
     async def _accept(self, data: bytes, context: grpc.aio.ServicerContext) -> Accepted:

@@ -1,6 +1,6 @@
 """How fast Health and GetLoad answer while thousands of requests wait.
 
-    python benchmarks/queue.py [--requests 10000]
+    python benchmarks/crowd.py [--requests 10000]
 
 One engine process with the demo model, plain gRPC from this one. Prints milliseconds (median, 99th percentile, worst)
 of the calls: idle, while the requests arrive, and while they wait.
