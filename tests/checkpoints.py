@@ -247,7 +247,7 @@ def _write_tensors(
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,11 +52,26 @@ def serving(model: str = "demo", *flags: str) -> Iterator[Served]:
         _end(process, signal.SIGINT)
 
 
+class Engine(NamedTuple):
+    """A running ``triptych engine``."""
+
+    address: str
+    """Of its gRPC server."""
+    process: subprocess.Popen[str]
+
+
 @contextmanager
-def engine(model: str = "demo", *flags: str) -> Iterator[str]:
+def engine(model: str = "demo", *flags: str, host: str = "127.0.0.1") -> Iterator[str]:
     """``triptych engine MODEL`` on a free port; gives its gRPC address."""
+    with engine_process(model, *flags, host=host) as started:
+        yield started.address
+
+
+@contextmanager
+def engine_process(model: str = "demo", *flags: str, host: str = "127.0.0.1") -> Iterator[Engine]:
+    """``triptych engine MODEL`` on a free port, which a test may also end by itself."""
     process = subprocess.Popen(
-        [*COMMAND, "engine", model, "--grpc", "127.0.0.1:0", "--announce", *flags],
+        [*COMMAND, "engine", model, "--grpc", f"{host}:0", "--announce", *flags],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
@@ -68,7 +83,7 @@ def engine(model: str = "demo", *flags: str) -> Iterator[str]:
                 break
         else:
             raise RuntimeError(f"the engine ended early with exit code {process.wait()}")
-        yield said["grpc"]
+        yield Engine(said["grpc"], process)
     finally:
         _end(process, signal.SIGTERM)
 

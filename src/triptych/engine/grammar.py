@@ -71,8 +71,8 @@ class GrammarCompiler:
         self._host = GrammarHost(vocabulary, end_ids)
         self._slots = asyncio.Semaphore(self.limits.at_once)
         self._under_way: dict[Guide, asyncio.Task[ForkedGrammar]] = {}
-        self._cache: OrderedDict[Guide, ForkedGrammar] = OrderedDict()  # least recently used first
-        self._in_use: weakref.WeakSet[ForkedGrammar] = weakref.WeakSet()
+        self._living: weakref.WeakValueDictionary[Guide, ForkedGrammar] = weakref.WeakValueDictionary()
+        self._cache: OrderedDict[Guide, ForkedGrammar] = OrderedDict()  # keeps them so; least recently used first
         self._closing = False
         self._counts = dict.fromkeys(("compiled", "failed", "hits"), 0)
 
@@ -89,13 +89,11 @@ class GrammarCompiler:
             Overloaded: too many guides wait, or are in use.
             Internal: the compiler's process cannot be started.
         """
-        cached = self._cache.get(guide)
-        if cached is not None:
-            if cached.alive():
-                self._cache.move_to_end(guide)
-                self._counts["hits"] += 1
-                return cached
-            del self._cache[guide]
+        grammar = self._living.get(guide)
+        if grammar is not None and grammar.alive():
+            self._counts["hits"] += 1
+            self._keep(guide, grammar)
+            return grammar
         task = self._under_way.get(guide)
         if task is None:
             task = self._begin(guide)
@@ -109,7 +107,7 @@ class GrammarCompiler:
             "waiting": len(self._under_way),
             "cached": len(self._cache),
             "cached_bytes": sum(grammar.size for grammar in self._cache.values()),
-            "in_use": len(self._in_use),
+            "in_use": len(self._living),
         }
 
     async def close(self) -> None:
@@ -125,9 +123,9 @@ class GrammarCompiler:
         limits = self.limits
         if len(self._under_way) >= limits.waiting:
             raise Overloaded(f"{limits.waiting} guides are waiting to be compiled; retry later")
-        while len(self._in_use) >= limits.in_use and self._cache:
+        while len(self._living) >= limits.in_use and self._cache:
             self._cache.popitem(last=False)
-        if len(self._in_use) >= limits.in_use:
+        if len(self._living) >= limits.in_use:
             raise Overloaded(f"{limits.in_use} different guides are in use; retry later")
         task = asyncio.create_task(self._compile(guide), name=f"compile {guide.kind.value}")
         self._under_way[guide] = task
@@ -140,13 +138,16 @@ class GrammarCompiler:
             self._counts["failed"] += 1
             return
         self._counts["compiled"] += 1
-        self._cache[guide] = grammar = task.result()
-        self._in_use.add(grammar)
-        limits = self.limits
-        while self._cache and (
-            len(self._cache) > limits.cached or sum(each.size for each in self._cache.values()) > limits.cached_bytes
-        ):
-            self._cache.popitem(last=False)
+        self._living[guide] = grammar = task.result()
+        self._keep(guide, grammar)
+
+    def _keep(self, guide: Guide, grammar: ForkedGrammar) -> None:
+        """Make it the one most recently used, and forget others beyond what may be kept."""
+        limits, cache = self.limits, self._cache
+        cache[guide] = grammar
+        cache.move_to_end(guide)
+        while len(cache) > limits.cached or sum(each.size for each in cache.values()) > limits.cached_bytes:
+            cache.popitem(last=False)
 
     async def _compile(self, guide: Guide) -> ForkedGrammar:
         field = f"guided.{guide.kind.value}"
