@@ -5,7 +5,7 @@ help:        ## this list
 	@sed -n 's/^\([a-z-]*\): *## /\1\t/p' Makefile | expand -t 14
 
 setup:       ## install everything for development
-	@scripts/setup check test train
+	@scripts/setup check test train guided
 
 demo:        ## serve the demo model, ask about two pictures, stop
 	@scripts/setup

@@ -116,7 +116,5 @@ def _at(adapter: Adapter, slices: list[tuple[Sequence, int]], starts: list[int])
 
 
 def empty_cache(spec: TextSpec, blocks: int, block_size: int) -> KvCache:
-    def make() -> torch.Tensor:
-        return torch.zeros((blocks, spec.kv_heads, block_size, spec.head_size), dtype=spec.dtype, device=spec.device)
-
-    return KvCache(tuple(make() for _ in range(spec.layers)), tuple(make() for _ in range(spec.layers)), block_size)
+    shape = (blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_size)
+    return KvCache(torch.zeros(shape, dtype=spec.dtype, device=spec.device))

@@ -20,6 +20,7 @@ from triptych.engine.grammar import GrammarCompiler, guided_available
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+ROOT = Path(__file__).parents[2]
 # a choice of this many long words takes a good part of a second to compile
 SLOW = [f"{'x' * 40}{index}" for index in range(4000)]
 # never finished: a rule for every step of a long way
@@ -248,7 +249,7 @@ asyncio.run(main())
 
 
 async def test_nothing_outlives_an_engine_that_is_killed() -> None:
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=subprocess.PIPE, cwd=ROOT)
     assert parent.stdout is not None
     family = [int(word) for word in (await parent.stdout.readline()).split()]
     assert len(family) == 4

@@ -47,7 +47,7 @@ print(json.dumps({
     "tokens": tokens["r"],
     "rows": inputs[0].layout.rows,
     "weights": description.weight_bytes,
-    "pool": sum(storage.nbytes for storage in (*bench.kv.keys, *bench.kv.values)),
+    "pool": bench.kv.storage.nbytes,
     "loaded": loaded,
     "answered": peak() - before,
 }))

@@ -46,7 +46,7 @@ async def test_replay_and_snapshot_agree_with_the_ledger() -> None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)  # the last changes have been delivered
         statistics = role.statistics()
-        latest = int(statistics["kv_events"]["batches"])
+        latest = int(statistics["kv_events"]["latest"])
         assert statistics["kv_blocks"]["evictions"] > 100
         truth = findable(role)
         assert len(truth) == statistics["kv_events"]["blocks"]

@@ -14,7 +14,6 @@ import pytest
 from tests.rpc.scripted_role import ScriptedRole
 from triptych.core.errors import Draining, InvalidRequest, Overloaded, WrongState
 from triptych.core.kv_events import BlockRemoved, BlockStored, KvBatch
-from triptych.rpc import kv_events
 from triptych.rpc.address import Address
 from triptych.rpc.kv_events import KvEvents
 from triptych.wire.gen import error_pb2, kv_pb2
@@ -232,18 +231,3 @@ async def test_a_quiet_engine_is_no_slow_follower(serve: Serve) -> None:
     await asyncio.sleep(0.2)
     go.set()
     assert len(await read_all(call)) == 4
-
-
-async def test_followers_are_bounded_and_a_place_is_free_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "MAX_FOLLOWERS", 2)
-    served = await serve(ScriptedRole(kv_script=lambda: [asyncio.Event()]))
-    first = subscribe(served)
-    await first.initial_metadata()
-    second = subscribe(served)
-    await second.initial_metadata()
-    code, _ = await status_of(subscribe(served).read())
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    first.cancel()
-    await asyncio.wait_for(served.role.subscriptions[0].closed.wait(), SECONDS)
-    await asyncio.wait_for(subscribe(served).initial_metadata(), SECONDS)
-    second.cancel()

@@ -20,15 +20,19 @@ from triptych.core.errors import (
     DuplicateRequest,
     Internal,
     InvalidRequest,
+    KvSessionNotFound,
+    KvTransferFailed,
     MediaError,
     MediaUnavailable,
     ModelNotFound,
     Overloaded,
     PlaceholderMismatch,
     PromptTooLong,
+    SessionMismatch,
     StartupError,
     Status,
     TriptychError,
+    Unauthenticated,
     WrongState,
 )
 from triptych.wire.gen import error_pb2
@@ -103,7 +107,10 @@ def test_a_failure_comes_back_with_code_and_retryability(kind: type[TriptychErro
     assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, str(error))
 
 
-@pytest.mark.parametrize("kind", [PromptTooLong, Draining, AdapterNotFound, AdapterConflict, WrongState])
+SHARED = [PromptTooLong, Draining, AdapterNotFound, AdapterConflict, WrongState, SessionMismatch, Unauthenticated]
+
+
+@pytest.mark.parametrize("kind", SHARED)
 def test_a_class_that_shares_its_code_survives(kind: type[TriptychError]) -> None:
     error = kind("why")
     assert type(from_status(*to_status(error))) is kind
@@ -120,7 +127,7 @@ def test_a_trailer_that_does_not_fit_changes_nothing(trailers: tuple[tuple[str, 
 
 
 def test_a_retry_that_another_engine_recommends_is_remembered() -> None:
-    message = error_pb2.EngineError(code=error_pb2.ERROR_CODE_KV_TRANSFER_FAILED, message="m", retryable=True)
+    message = error_pb2.EngineError(code=error_pb2.ERROR_CODE_INTERNAL, message="m", retryable=True)
     error = from_message(message)
     assert type(error) is TransientFailure
     assert error.retryable
@@ -161,6 +168,7 @@ def test_a_bare_status_of_another_engine_has_a_class(status: grpc.StatusCode) ->
         (grpc.StatusCode.UNAVAILABLE, Draining),
         (grpc.StatusCode.DEADLINE_EXCEEDED, Draining),
         (grpc.StatusCode.CANCELLED, Draining),
+        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
         (grpc.StatusCode.UNKNOWN, Internal),
     ],
 )
@@ -175,7 +183,16 @@ def test_a_broken_trailer_falls_back_to_the_status() -> None:
     assert str(error) == "gone"
 
 
-@pytest.mark.parametrize("code", [0, 8, 9, 12, 77])
+@pytest.mark.parametrize(("code", "kind"), [(8, KvSessionNotFound), (9, KvTransferFailed)])
+def test_a_session_that_is_lost_asks_for_a_new_one(code: int, kind: type[TriptychError]) -> None:
+    message = error_pb2.EngineError(message="m")
+    message.code = code  # type: ignore[assignment]
+    error = from_message(message)
+    assert type(error) is kind
+    assert error.retryable
+
+
+@pytest.mark.parametrize("code", [0, 12, 77])
 def test_a_code_without_a_class_is_internal(code: int) -> None:
     message = error_pb2.EngineError(message="m")
     message.code = code  # type: ignore[assignment]

@@ -12,7 +12,11 @@
     │   └── AdapterNotFound       no adapter of this name is loaded
     ├── AdapterConflict           its id or name is taken by another adapter
     ├── WrongState                what was asked does not fit how the engine was started, or which start it is
+    │   └── SessionMismatch       a session of another model, adapter or processor: says what differs
+    ├── Unauthenticated           a session that the hand-off secret did not sign
     ├── RequestNotFound           no such request
+    ├── KvSessionNotFound         the session is unknown, spent, aborted or expired; a new prefill helps
+    ├── KvTransferFailed          the session's KV could not be had; a new prefill helps
     ├── DuplicateRequest          the id is in use by a live request
     ├── Overloaded                a queue or a limit is full; retry later or elsewhere
     ├── Draining                  the engine is shutting down; retry elsewhere
@@ -48,6 +52,7 @@ class Status(enum.IntEnum):
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class Code(enum.IntEnum):
@@ -153,11 +158,38 @@ class WrongState(TriptychError):
     code = Code.INVALID_ARGUMENT
 
 
+class SessionMismatch(WrongState):
+    """Expected. A session that an engine of another model, adapter, processor or KV layout made; says what differs."""
+
+
+class Unauthenticated(TriptychError):
+    """Expected. A session without the signature of the hand-off secret that this engine was started with."""
+
+    status = Status.UNAUTHENTICATED
+    code = Code.INVALID_ARGUMENT
+
+
 class RequestNotFound(TriptychError):
     """Expected. The id names no request that this engine remembers."""
 
     status = Status.NOT_FOUND
     code = Code.REQUEST_NOT_FOUND
+
+
+class KvSessionNotFound(TriptychError):
+    """Expected. The session is unknown, was taken before, or its lease is over; its KV is not read."""
+
+    status = Status.NOT_FOUND
+    code = Code.KV_SESSION_NOT_FOUND
+    retryable = True
+
+
+class KvTransferFailed(TriptychError):
+    """Expected. The session's KV could not be had: its engine is gone, or the transfer failed or took too long."""
+
+    status = Status.UNAVAILABLE
+    code = Code.KV_TRANSFER_FAILED
+    retryable = True
 
 
 class DuplicateRequest(TriptychError):

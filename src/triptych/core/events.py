@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from triptych.core.finish import EosToken as EosToken  # handed on, all of them: an event says how its output ended
+from triptych.core.finish import FinishReason as FinishReason  # noqa: TC001
+from triptych.core.finish import StopMatch as StopMatch  # noqa: TC001
+from triptych.core.finish import StopText as StopText
+from triptych.core.finish import StopToken as StopToken
 
 if TYPE_CHECKING:
     from triptych.core.errors import TriptychError
     from triptych.core.logprobs import TokenLogprob
-
-
-class FinishReason(enum.Enum):
-    """Why an answer ended well. Failure is never a finish reason."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class StopToken:
-    """A stop id of the caller was produced."""
-
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class EosToken:
-    """An end-of-sequence id of the model was produced."""
-
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopText:
-    """A stop string of the caller was produced."""
-
-    text: str
-
-
-StopMatch = StopToken | EosToken | StopText
+    from triptych.core.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +77,15 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PrefillReady:
+    """The prompt is computed, and another engine can go on from it. Terminal."""
+
+    request_id: str
+    session: Session
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Failed:
     """The request failed after it was accepted. Terminal."""
 
@@ -110,9 +93,9 @@ class Failed:
     error: TriptychError
 
 
-Event = Prompt | Tokens | Finished | Failed
+Event = Prompt | Tokens | PrefillReady | Finished | Failed
 
 
 def is_terminal(event: Event) -> bool:
     """Whether nothing follows the event."""
-    return isinstance(event, Failed) or (isinstance(event, Finished) and event.usage is not None)
+    return isinstance(event, PrefillReady | Failed) or (isinstance(event, Finished) and event.usage is not None)

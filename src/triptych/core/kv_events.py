@@ -46,12 +46,14 @@ KvChange = BlockStored | BlockRemoved | AllBlocksCleared
 class KvBatch:
     """The changes of one moment.
 
-    A snapshot is several batches that all bear the number of the last batch whose changes they include (0 before the
-    first one). It begins with AllBlocksCleared, goes on with what is stored, parents before their children, and is
-    complete with a batch without changes; the next number follows. Who lost it half-way needs another snapshot.
+    A snapshot is several batches that all bear the number of the last batch whose changes they include (before the
+    first one, the number before its). It begins with AllBlocksCleared, goes on with what is stored, parents before
+    their children, and is complete with a batch without changes; the next number follows. Who lost it half-way needs
+    another snapshot.
     """
 
     sequence: int
-    """From 1, without gaps. A heartbeat (no changes) bears the number of the batch before it."""
+    """Without gaps within one start of an engine, and above all numbers of earlier ones. A heartbeat (no changes) bears
+    the number of the batch before it."""
     unix_nanos: int
     changes: tuple[KvChange, ...]

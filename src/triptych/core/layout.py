@@ -9,6 +9,7 @@ Split encoder output by rows, copy by mask, charge by encoder tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,7 +76,9 @@ class ItemLayout:
             previous_end = run.end
         if any(b <= a for a, b in zip(self.framing, self.framing[1:], strict=False)):
             raise InvalidRequest(f"framing positions must be ascending: {self.framing}")
-        if any(not any(run.start <= at < run.end for run in self.runs) for at in self.framing):
+        starts = [run.start for run in self.runs]
+        holders = (self.runs[bisect_right(starts, at) - 1] for at in self.framing)
+        if any(not run.start <= at < run.end for at, run in zip(self.framing, holders, strict=True)):
             raise InvalidRequest(f"framing positions must lie inside the runs: {self.framing}")
         if self.rows <= 0 or self.rows != self.span - len(self.framing):
             raise InvalidRequest(f"{self.rows} rows for {self.span} positions, {len(self.framing)} of them framing")
@@ -98,6 +101,17 @@ class ItemLayout:
     def end(self) -> int:
         """One past the last prompt position."""
         return self.runs[-1].end
+
+    def cells(self, merge: int) -> Grid | None:
+        """The merged cells that each run holds, one row a cell; runs share the time steps. None where they do not.
+
+        Args:
+            merge: patches along one side of a merged cell.
+        """
+        t, rest = divmod(self.grid.t, len(self.runs))
+        h, w = self.grid.h // merge, self.grid.w // merge
+        whole = not (rest or self.grid.h % merge or self.grid.w % merge)
+        return Grid(t, h, w) if whole and all(run.length == t * h * w for run in self.runs) else None
 
     def overlaps(self, start: int, end: int) -> bool:
         """Whether any position of the item lies in ``[start, end)``."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from triptych.core.adapter import check_adapter_name
 from triptych.core.errors import InvalidRequest
 from triptych.core.logprobs import LogprobOptions
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from triptych.core.layout import Positions
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
+    from triptych.core.session import Session
 
 MAX_STOP_CONDITIONS = 64
 MAX_STOP_CHARACTERS = 4096
 """All stop strings of a request together: matching them costs memory and time before the first token."""
 MAX_UINT32 = 2**32 - 1
 MAX_REQUEST_ID_BYTES = 1024
-MAX_ADAPTER_NAME_BYTES = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -146,6 +147,10 @@ class GenerateRequest:
     """A loaded adapter; empty for the base model."""
     priority: int = 0
     """Higher is more urgent."""
+    session: Session | None = None
+    """What another engine computed of this prompt; the answer goes on from it."""
+    handoff: bool = False
+    """Compute the prompt for another engine: the answer ends with ``PrefillReady``."""
 
     def __post_init__(self) -> None:
         """Check the fields that need no model.
@@ -159,9 +164,13 @@ class GenerateRequest:
         _require(bool(self.model), "model must not be empty")
         _require(len(self.prompt) > 0, "the prompt is empty")
         _require(1 <= self.num_sequences <= MAX_UINT32, f"num_sequences must be in [1, 2^32), not {self.num_sequences}")
-        size = len(self.lora_name.encode(errors="surrogatepass"))
-        _require(size <= MAX_ADAPTER_NAME_BYTES, f"lora_name has {size} bytes; at most {MAX_ADAPTER_NAME_BYTES}")
+        if self.lora_name:
+            check_adapter_name("lora_name", self.lora_name)
         _require(-(2**31) <= self.priority < 2**31, f"priority must be a signed 32-bit number, not {self.priority}")
+        _require(
+            self.session is None or not self.handoff,
+            "kv.session asks to go on from a prompt, extra.request_type 'context_only' to compute it; not both",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -99,9 +99,7 @@ def prepare(schema: object, prefix: str) -> Prepared:
             raise GuideError(f"{place}: $ref {target!r} is not the place of a schema in this document")
     for place, branches in walk.one_ofs:
         if not disjoint(branches, schema):
-            raise GuideError(
-                f"{place}: oneOf needs branches that exclude each other; anyOf would allow the same answers"
-            )
+            raise GuideError(f"{place}: the branches of 'oneOf' do not plainly exclude each other; use 'anyOf'")
     return Prepared(prepared, walk.patterns)
 
 

@@ -10,8 +10,12 @@ import torch
 from triptych.core.config import MIB
 from triptych.core.errors import StartupError
 from triptych.models.contract import KvCache
+from triptych.transport.contract import KvPool
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from triptych.models.contract import TextSpec
 
 USEFUL_TOKENS = 256
@@ -66,18 +70,21 @@ def available_bytes(device: torch.device) -> int | None:
 def allocate(spec: TextSpec, num_blocks: int, block_size: int) -> KvCache:
     """Storage for ``num_blocks`` blocks, zeroed: attention may multiply what it masks out, and 0 * NaN is NaN.
 
+    The zeros are written: every page is there from the start, and no transfer has to wait for one.
+
     Raises:
         StartupError: the memory could not be had; names the flag.
     """
-    shape = (num_blocks, spec.kv_heads, block_size, spec.head_size)
-
-    def layers() -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.layers))
-
+    shape = (num_blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_size)
     try:
-        return KvCache(keys=layers(), values=layers(), block_size=block_size)
+        return KvCache(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
     except (RuntimeError, MemoryError) as error:
         total = num_blocks * block_size * spec.kv_bytes_per_token()
         raise StartupError(
             f"{total // MIB} MiB for the KV pool could not be allocated on {spec.device}; lower --kv-cache-bytes"
         ) from error
+
+
+def transport_pool(kv: KvCache, generations: npt.NDArray[np.int64]) -> KvPool:
+    """The storage as transports see it. ``generations`` [num_blocks] is the ledger's; the storage is a CPU's."""
+    return KvPool(kv.layout, kv.memory(), generations)

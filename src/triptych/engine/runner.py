@@ -324,8 +324,7 @@ class Runner:
         """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""
         # In place, block by block: there may be no memory left for a copy.
         for block in self._builder.blocks(request_id):
-            for storage in (*self._kv.keys, *self._kv.values):
-                torch.nan_to_num_(storage[block], posinf=0.0, neginf=0.0)
+            torch.nan_to_num_(self._kv.storage[block], posinf=0.0, neginf=0.0)
 
 
 def _too_large(single: EncoderInput) -> _Trouble:

@@ -12,10 +12,13 @@ from triptych.core.errors import (
     Draining,
     DuplicateRequest,
     InvalidRequest,
+    KvSessionNotFound,
+    KvTransferFailed,
     ModelNotFound,
     Overloaded,
     PromptTooLong,
     RequestNotFound,
+    SessionMismatch,
     TriptychError,
     UnsupportedFeature,
     WrongState,
@@ -79,6 +82,9 @@ _KINDS: dict[type[TriptychError], _Kind] = {
     Overloaded: _Kind(429, "rate_limit_error", "overloaded"),
     Cancelled: _Kind(499, _SERVER, "cancelled"),
     Draining: _Kind(503, _SERVER, "unavailable"),
+    KvSessionNotFound: _Kind(503, _SERVER, "unavailable"),
+    KvTransferFailed: _Kind(503, _SERVER, "unavailable"),
+    SessionMismatch: _Kind(500, _SERVER),  # engines that do not fit together are not the client's doing
     TriptychError: _Kind(500, _SERVER),
 }
 """By the nearest class; what is not here is the server's own trouble."""

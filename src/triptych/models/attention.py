@@ -49,7 +49,7 @@ class _Singles(NamedTuple):
     sequences: int
     """N."""
     rows: torch.Tensor
-    """[N * kv_heads * W] rows of the cache seen as [num_blocks * kv_heads, block_size * head_size]."""
+    """[N * kv_heads * W] of a layer's rows; see :class:`~triptych.models.contract.KvCache`."""
     hidden: torch.Tensor
     """[N, 1, 1, W * block_size]: 0 within the context, -inf after it."""
 
@@ -61,7 +61,7 @@ class _Slice(NamedTuple):
     end: int
     context: int
     rows: torch.Tensor | None
-    """[kv_heads * W] rows of the cache to gather, or None: the slice is the whole context."""
+    """[kv_heads * W] of a layer's rows, or None: the slice is the whole context."""
     seen: torch.Tensor | None
     """[end - start, context] bool, with ``rows``."""
 
@@ -71,8 +71,8 @@ class AttentionPlan:
 
     def __init__(self, batch: PackedBatch, kv: KvCache, workspace: Workspace) -> None:
         self._kv = kv
-        _, self._kv_heads, self._block_size, self._head_size = kv.keys[0].shape
-        self._dtype = kv.keys[0].dtype
+        *_, self._kv_heads, self._block_size, self._head_size = kv.storage.shape
+        self._dtype = kv.storage.dtype
         self._heads_at = torch.arange(self._kv_heads, device=batch.slots.device)
         self._writes = self._rows_of_slots(batch.slots)
         self._singles = self._plan_singles(batch)
@@ -80,18 +80,18 @@ class AttentionPlan:
         gathers = [len(group.rows) for group in self._singles]
         gathers += [len(piece.rows) for piece in self._slices if piece.rows is not None]
         elements = max(gathers, default=0) * self._block_size * self._head_size
-        self._keys, self._values = workspace.reserve(elements, kv.keys[0])
+        self._keys, self._values = workspace.reserve(elements, kv.storage)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's keys and values, each [T, kv_heads, head_size], to their slots."""
-        for cache, new in ((self._kv.keys[layer], keys), (self._kv.values[layer], values)):
-            cache.view(-1, self._head_size).index_copy_(0, self._writes, new.reshape(-1, self._head_size))
+        for rows, new in ((self._kv.key_rows[layer], keys), (self._kv.value_rows[layer], values)):
+            rows.view(-1, self._head_size).index_copy_(0, self._writes, new.reshape(-1, self._head_size))
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Attend after :meth:`store`.
 
         Args:
-            layer: Which pair of the cache.
+            layer: Which of the cache's.
             queries: [T, heads, head_size].
             keys: [T, kv_heads, head_size], as stored.
             values: The same shape.
@@ -100,14 +100,15 @@ class AttentionPlan:
             [T, heads * head_size].
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        key_rows, value_rows = self._kv.key_rows[layer], self._kv.value_rows[layer]
         for group in self._singles:
             at = group.members
             picked = queries[at] if isinstance(at, slice) else queries.index_select(0, at)
             result = scaled_dot_product_attention(
                 # the heads that share a KV head are the rows of one product: [N, kv_heads, group, head_size]
                 picked.unflatten(1, (self._kv_heads, -1)),
-                self._gather(self._kv.keys[layer], group.rows, group.sequences, self._keys),
-                self._gather(self._kv.values[layer], group.rows, group.sequences, self._values),
+                self._gather(key_rows, group.rows, group.sequences, self._keys),
+                self._gather(value_rows, group.rows, group.sequences, self._values),
                 attn_mask=group.hidden,
             ).flatten(1, 2)
             if isinstance(at, slice):
@@ -119,8 +120,8 @@ class AttentionPlan:
             if piece.rows is None:
                 all_keys, all_values = keys[stretch].transpose(0, 1)[None], values[stretch].transpose(0, 1)[None]
             else:
-                all_keys = self._gather(self._kv.keys[layer], piece.rows, 1, self._keys)[:, :, : piece.context]
-                all_values = self._gather(self._kv.values[layer], piece.rows, 1, self._values)[:, :, : piece.context]
+                all_keys = self._gather(key_rows, piece.rows, 1, self._keys)[:, :, : piece.context]
+                all_values = self._gather(value_rows, piece.rows, 1, self._values)[:, :, : piece.context]
             result = scaled_dot_product_attention(
                 queries[stretch].transpose(0, 1)[None],
                 all_keys,
@@ -136,18 +137,18 @@ class AttentionPlan:
         """[sequences, kv_heads, W * block_size, head_size], in the workspace until the next gather."""
         width = self._block_size * self._head_size
         out = into[: len(rows) * width].view(-1, width)
-        torch.index_select(cache.view(-1, width), 0, rows, out=out)
+        torch.index_select(cache, 0, rows, out=out)
         return out.view(sequences, self._kv_heads, -1, self._head_size)
 
     def _rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of the cache seen as [num_blocks * kv_heads * block_size, head_size], token by token, head by head."""
+        """Of a layer's rows cut into rows of [head_size], those of the slots, token by token, head by head."""
         blocks = torch.div(slots, self._block_size, rounding_mode="floor")
-        first = slots + blocks * (self._kv_heads - 1) * self._block_size
+        first = slots + blocks * (self._kv.block_rows - 1) * self._block_size
         return (first[:, None] + self._heads_at * self._block_size).flatten()
 
     def _rows_of_blocks(self, tables: torch.Tensor) -> torch.Tensor:
-        """Rows for block tables [N, W], ordered sequence, head, block."""
-        return (tables[:, None] * self._kv_heads + self._heads_at[:, None]).flatten()
+        """Of a layer's rows those of block tables [N, W], ordered sequence, head, block."""
+        return (tables[:, None] * self._kv.block_rows + self._heads_at[:, None]).flatten()
 
     def _width(self, context: int) -> int:
         return -(-context // self._block_size)

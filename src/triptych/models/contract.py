@@ -14,10 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from triptych.core.handles import KvLayout
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
     from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.core.encoder_input import EncoderInput
@@ -51,16 +56,44 @@ class TextSpec:
         return 2 * self.layers * self.kv_heads * self.head_size * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
 class KvCache:
-    """The paged KV storage: one pair of tensors a layer, addressed by block id."""
+    """The paged KV storage. A block is one piece of memory over all layers, so that it can be moved as one.
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    """Each contiguous [num_blocks, kv_heads, block_size, head_size]: one gather of blocks gives every head its own
-    unbroken [tokens, head_size] matrix. Storage begins as zeros: slots past a context are multiplied by weight 0,
-    which only a finite number survives."""
-    block_size: int
+        storage     [num_blocks, layers, 2 (keys, values), kv_heads, block_size, head_size], contiguous
+        rows        the same memory as [num_blocks * layers * 2 * kv_heads, block_size * head_size]
+
+    One block of one head is a row. A layer's keys are seen through the rows from its own first one on, and its values
+    through those from theirs on: row ``block * block_rows + head`` is then the same number for all of them.
+
+    Storage begins as zeros: slots past a context are multiplied by weight 0, which only a finite number survives.
+    """
+
+    __slots__ = ("block_rows", "block_size", "key_rows", "keys", "storage", "value_rows", "values")
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        blocks, layers, _, kv_heads, self.block_size, head_size = storage.shape
+        self.storage = storage
+        self.block_rows = layers * 2 * kv_heads
+        """Rows from one block to the next."""
+        self.keys = tuple(storage[:, layer, 0] for layer in range(layers))
+        self.values = tuple(storage[:, layer, 1] for layer in range(layers))
+        """Views, one a layer: [num_blocks, kv_heads, block_size, head_size], not contiguous."""
+        rows = storage.view(blocks * self.block_rows, self.block_size * head_size)
+        firsts = range(0, self.block_rows, kv_heads)
+        self.key_rows = tuple(rows[first:] for first in firsts[::2])
+        self.value_rows = tuple(rows[first:] for first in firsts[1::2])
+        """Views, one a layer, contiguous; see above."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block, as other engines compare it with theirs."""
+        _, layers, _, kv_heads, block_size, head_size = self.storage.shape
+        dtype = self.storage.dtype
+        return KvLayout(layers, kv_heads, head_size, block_size, str(dtype).removeprefix("torch."), dtype.itemsize)
+
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """[num_blocks, block_bytes]: the storage itself, which must be a CPU's."""
+        return self.storage.view(len(self.storage), -1).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True, slots=True)

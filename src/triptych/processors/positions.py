@@ -48,14 +48,13 @@ def positions_of(plan: PromptPlan) -> Positions:
 
 def _cells(index: int, item: ItemLayout, merge: int) -> npt.NDArray[np.int32]:
     """(time, height, width) offsets of the rows of one of the item's runs, [3, rows]; runs share the time steps."""
-    t, rest = divmod(item.grid.t, len(item.runs))
-    h, w = item.grid.h // merge, item.grid.w // merge
-    if rest or any(run.length != t * h * w for run in item.runs):
+    cells = item.cells(merge)
+    if cells is None:
         raise InvalidRequest(
             f"media item {index}: runs of {[run.length for run in item.runs]} positions do not hold the grid "
             f"{tuple(item.grid)} merged {merge} x {merge}"
         )
-    return np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
+    return np.indices(cells, dtype=np.int32).reshape(3, -1)
 
 
 def _read_only(table: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

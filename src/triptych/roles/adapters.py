@@ -19,13 +19,11 @@ from triptych.core.errors import (
     AdapterConflict,
     AdapterNotFound,
     Internal,
-    InvalidRequest,
     Overloaded,
     TriptychError,
     UnsupportedFeature,
     WrongState,
 )
-from triptych.core.request import MAX_ADAPTER_NAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_LORA_ID = 2**63 - 1
-MAX_PATH_BYTES = 4096
 NAMES_SHOWN = 8
 """Loaded names that an error lists."""
 
@@ -89,7 +85,6 @@ class Adapters:
     async def load(self, info: AdapterInfo) -> bool:
         """Load an adapter; see ``Role.load_adapter``."""
         self._refuse_if_off()
-        _check(info)
         for other in self.infos:
             if other == info:
                 return True
@@ -165,21 +160,6 @@ class Adapters:
         if len(self._loaded) > NAMES_SHOWN:
             names.append(f"{len(self._loaded) - NAMES_SHOWN} more")
         return AdapterNotFound(f"no LoRA adapter {_short(name)!r} is loaded; loaded: {', '.join(names) or 'none'}")
-
-
-def _check(info: AdapterInfo) -> None:
-    if not 1 <= info.lora_id <= MAX_LORA_ID:
-        raise InvalidRequest(f"adapter.lora_id must be positive, not {info.lora_id}")
-    if not info.name:
-        raise InvalidRequest("adapter.lora_name must not be empty")
-    size = len(info.name.encode(errors="surrogatepass"))
-    if size > MAX_ADAPTER_NAME_BYTES:
-        raise InvalidRequest(f"adapter.lora_name has {size} bytes; at most {MAX_ADAPTER_NAME_BYTES}")
-    size = len(info.path.encode(errors="surrogatepass"))
-    if size > MAX_PATH_BYTES:
-        raise InvalidRequest(f"adapter.source_path has {size} bytes; at most {MAX_PATH_BYTES}")
-    if not info.path.startswith("/") or "\0" in info.path:
-        raise InvalidRequest(f"adapter.source_path must be an absolute directory of the engine's, not {info.path!r}")
 
 
 def _refuse_conflict(info: AdapterInfo, other: AdapterInfo, state: str) -> None:

@@ -61,7 +61,9 @@ class Aggregated:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._token_text = token_texts(frontend.tokenizer)
-        self._kv_feed = KvFeed(description.kv_event_buffer, description.kv_event_heartbeat)
+        self._kv_feed = KvFeed(
+            description.kv_event_buffer, description.kv_event_heartbeat, before=time.time_ns() // 1000
+        )
         self._numbers = itertools.count()
         self._by_id: dict[str, AnswerStream] = {}
         """Every answer that was accepted and not closed, by the client's id."""

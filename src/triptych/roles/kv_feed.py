@@ -34,11 +34,15 @@ class KvFeed:
     Args:
         buffer: batches that can be replayed; 0 switches the feed off.
         heartbeat: seconds of silence after which a subscriber is told that nothing has happened.
+        before: the first batch has the number after this one. When it grows from one start of the engine to the next,
+            faster than batches can, a follower who has missed the restart is refused instead of being given the
+            batches of another history.
     """
 
-    def __init__(self, buffer: int, heartbeat: float) -> None:
+    def __init__(self, buffer: int, heartbeat: float, before: int = 0) -> None:
         self._on = buffer > 0
-        self._history = KvHistory(buffer)
+        self._before = before
+        self._history = KvHistory(buffer, before)
         self._heartbeat = heartbeat
         self._subscriptions: set[Subscription] = set()
         self._lost = 0
@@ -103,7 +107,8 @@ class KvFeed:
         return {
             "subscribers": len(self._subscriptions),
             "too_slow": self._lost,
-            "batches": self._history.latest,
+            "batches": self._history.latest - self._before,
+            "latest": self._history.latest,
             "kept": self._history.kept,
             "blocks": self._history.present,
         }

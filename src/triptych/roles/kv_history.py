@@ -1,7 +1,8 @@
 """What has happened to the cached KV blocks, in numbered batches, and what can be found now. Pure: no clock.
 
 A follower takes the batches in order: a stored block is added, a removed one taken away, a clearing empties. Whoever
-does so from number 1 on, or from number n + 1 after a snapshot of number n, has after each batch what the engine had.
+does so from the first number on, or from number n + 1 after a snapshot of number n, has after each batch what the
+engine had.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ SNAPSHOT_CHANGES = 512
 
 
 class KvHistory:
-    """Numbers batches from 1, keeps the latest ``limit`` of them, and mirrors what is findable."""
+    """Numbers batches, keeps the latest ``limit`` of them, and mirrors what is findable.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: batches that can be replayed.
+        before: the first batch has the number after this one.
+    """
+
+    def __init__(self, limit: int, before: int = 0) -> None:
         self._limit = limit
         self._batches: dict[int, KvBatch] = {}
         self._changes = 0
         """Of all batches that are kept."""
         self._present: dict[bytes, BlockStored] = {}
-        self.latest = 0
-        """Number of the last batch; 0 before the first."""
+        self.latest = before
+        """Number of the last batch; ``before`` until there is one."""
 
     @property
     def oldest(self) -> int:

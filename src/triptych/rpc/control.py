@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
 
+from triptych.core.adapter import check_adapter_name
 from triptych.core.errors import InvalidRequest, ModelNotFound, TriptychError, UnsupportedFeature, WrongState
 from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState
 from triptych.rpc.describe import ROLES, load_info, model_info, server_info
 from triptych.rpc.metadata import check_trace
 from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
-from triptych.wire.codec_adapter import decode_adapter, decode_name, encode_adapter
+from triptych.wire.codec_adapter import decode_adapter, encode_adapter
 from triptych.wire.gen import encoder_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Control:
         checks += await self._role.health(probe=request.include_inference_probe)
         if request.model and request.model not in (model.served_name, model.model_id):
             message = f"model {request.model!r} is not served here; {model.served_name!r} is"
+            checks = [check for check in checks if check.name != "model"]
             checks.append(HealthCheck("model", HealthState.NOT_READY, message))
         if request.role in server_pb2.EngineRole.values() and request.role not in (0, role):
             name = server_pb2.EngineRole.Name(role)
@@ -135,7 +137,8 @@ class Control:
 
     async def _unload_lora(self, request: lora_pb2.UnloadLoraRequest) -> lora_pb2.UnloadLoraResponse:
         self._refuse_without_adapters()
-        info = await self._role.unload_adapter(decode_name("lora_name", request.lora_name))
+        check_adapter_name("lora_name", request.lora_name)
+        info = await self._role.unload_adapter(request.lora_name)
         return lora_pb2.UnloadLoraResponse(adapter=encode_adapter(info))
 
     async def _list_loras(self, _: lora_pb2.ListLorasRequest) -> lora_pb2.ListLorasResponse:

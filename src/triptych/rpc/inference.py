@@ -22,6 +22,7 @@ from triptych.core.events import Event, Failed, Finished, is_terminal
 from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.refuse import refuse, typed
 from triptych.rpc.watchdog import STALL_SECONDS, Watchdog, give_up
+from triptych.wire.choices import refuse_two_choices
 from triptych.wire.codec import decode_request
 from triptych.wire.codec_events import (
     LARGE_EVENT,
@@ -95,9 +96,10 @@ class Inference:
         else:
             await self._stream(accepted.request_id, accepted.answer, context)
             return
-        if refusal.status is Status.UNIMPLEMENTED:
+        if refusal.status in (Status.UNIMPLEMENTED, Status.INTERNAL):
             # Headers first: there are clients that take a refusal without headers, unless it calls the request itself
-            # wrong, for a server that is ill, and send nobody's requests there for a while.
+            # wrong, for a server that is ill, and send nobody's requests there for a while. An engine that really is
+            # ill says UNAVAILABLE.
             await context.send_initial_metadata(())
         await refuse(context, refusal)
 
@@ -162,6 +164,7 @@ def _read(data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequ
     tokens = len(message.token_ids.ids)
     if tokens > max_context:
         raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
+    refuse_two_choices(data, pb.GenerateRequest)
     return decode_request(message, priority=metadata.priority)
 
 

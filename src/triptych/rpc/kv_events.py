@@ -37,8 +37,6 @@ TRANSPORT = "grpc"
 ENCODING = "protobuf"
 SCHEMA_VERSION = 1
 MAX_RANKS = 1024
-MAX_FOLLOWERS = 64
-"""Streams at once; each may hold a buffer of batches."""
 
 
 class KvEvents:
@@ -50,7 +48,6 @@ class KvEvents:
         self._listener = listener
         self._stall_seconds = stall_seconds
         self._pool = KvPool(role.engine.block_size, on_gpu=role.engine.device.startswith("cuda"))
-        self._followers = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server hand its subscriptions over, as bytes both ways: a snapshot takes a while to write."""
@@ -83,8 +80,6 @@ class KvEvents:
             check_trace(context.invocation_metadata() or ())
             request = parse(pb.SubscribeKvEventsRequest, data)
             _check_ranks(request.data_parallel_ranks)
-            if self._followers >= MAX_FOLLOWERS:
-                raise Overloaded(f"{self._followers} subscribers follow the KV events already")
             subscription = self._role.subscribe_kv(
                 snapshot=request.include_snapshot, start=request.start_sequence_number
             )
@@ -96,7 +91,6 @@ class KvEvents:
         await refuse(context, refusal)
 
     async def _follow(self, subscription: KvSubscription, context: grpc.aio.ServicerContext) -> None:
-        self._followers += 1
         try:
             await context.send_initial_metadata(())
             async with asyncio.timeout(None) as scope:
@@ -113,7 +107,6 @@ class KvEvents:
             await give_up(context, self._stalled())
         finally:
             subscription.close()
-            self._followers -= 1
 
     async def _send_all(
         self, subscription: KvSubscription, context: grpc.aio.ServicerContext, watchdog: Watchdog

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from triptych.core.errors import InvalidRequest
+from triptych.wire.choices import refuse_two_choices
 from triptych.wire.status import UNREADABLE
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ def parse(kind: type[Kind], data: bytes) -> Kind:
     """A message of the class.
 
     Raises:
-        InvalidRequest: the bytes are none, or too many.
+        InvalidRequest: the bytes are none, or too many, or make a choice twice.
     """
     if len(data) > MAX_BYTES:
         raise InvalidRequest(f"the {kind.DESCRIPTOR.name} has {len(data)} bytes; at most {MAX_BYTES}")
     try:
-        return kind.FromString(data)
+        message = kind.FromString(data)
     except UNREADABLE:
         raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from None
+    refuse_two_choices(data, kind)
+    return message

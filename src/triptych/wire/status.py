@@ -27,6 +27,8 @@ from triptych.core.errors import (
     DuplicateRequest,
     Internal,
     InvalidRequest,
+    KvSessionNotFound,
+    KvTransferFailed,
     MediaError,
     MediaUnavailable,
     ModelNotFound,
@@ -34,7 +36,9 @@ from triptych.core.errors import (
     PromptTooLong,
     RequestNotFound,
     RoleMismatch,
+    SessionMismatch,
     TriptychError,
+    Unauthenticated,
     UnsupportedFeature,
     WrongState,
     one_line,
@@ -62,6 +66,8 @@ _CLASS_BY_CODE: dict[int, type[TriptychError]] = {
     Code.OVERLOADED: Overloaded,
     Code.REQUEST_NOT_FOUND: RequestNotFound,
     Code.DUPLICATE_REQUEST: DuplicateRequest,
+    Code.KV_SESSION_NOT_FOUND: KvSessionNotFound,
+    Code.KV_TRANSFER_FAILED: KvTransferFailed,
     Code.CANCELLED: Cancelled,
 }
 """A code that is not here, known or not, is Internal."""
@@ -74,6 +80,7 @@ _CLASS_BY_STATUS: dict[grpc.StatusCode, type[TriptychError]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedFeature,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     # Ours come with a trailer, so this is gRPC's own: the server ended before the call had begun.
     grpc.StatusCode.CANCELLED: Draining,
     grpc.StatusCode.UNAVAILABLE: Draining,
@@ -87,6 +94,8 @@ _CLASS_BY_KIND: dict[str, type[TriptychError]] = {
     "adapter_not_found": AdapterNotFound,
     "adapter_conflict": AdapterConflict,
     "wrong_state": WrongState,
+    "session_mismatch": SessionMismatch,
+    "unauthenticated": Unauthenticated,
 }
 """Classes that share their code with another; a word counts only beside its class's code."""
 _KIND_BY_CLASS = {kind: word for word, kind in _CLASS_BY_KIND.items()}

@@ -1,0 +1,1 @@
+"""Moving KV blocks between processes: one contract, several ways."""

@@ -1,0 +1,217 @@
+"""A private directory through which processes of one host hand files over. A file's name says whose it is:
+
+    KEY.OWNER.part     OWNER is writing it
+    KEY.OWNER.ready    whoever renames it has it
+    KEY.OWNER.taken    OWNER has it, and removes it
+    KEY.OWNER.void     nobody may take it; OWNER removes it
+    OWNER.alive        locked for as long as OWNER lives: the kernel unlocks it, however a process ends
+
+KEY and OWNER are 32 hexadecimal digits. A name is only ever changed by rename, so everyone sees one state after the
+other, and one of many who want the same file gets it. Nothing else in the directory is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from triptych.core.errors import Internal, StartupError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEY_BYTES = 16
+
+PART = "part"
+READY = "ready"
+TAKEN = "taken"
+VOID = "void"
+
+_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.(part|ready|taken|void)")
+_ALIVE = re.compile(r"([0-9a-f]{32})\.alive")
+
+
+def owner_of(side: str, instance_id: str) -> str:
+    """OWNER of one side (``producer``, ``consumer``) of one incarnation."""
+    return blake3(f"{side} {instance_id}".encode()).hexdigest(KEY_BYTES)
+
+
+class SharedDirectory:
+    """The directory, as one owner sees it. Every path in it is a name below a descriptor: nobody can move it away."""
+
+    def __init__(self, path: Path, owner: str, orphan_seconds: float) -> None:
+        """Make or check the directory, and be alive in it.
+
+        Args:
+            path: of the directory; the one above it must exist.
+            owner: as ``owner_of`` has it.
+            orphan_seconds: how long a file that could still be taken outlives its owner's process.
+
+        Raises:
+            StartupError: it is not private, or cannot be used.
+        """
+        self.owner = owner
+        self._orphan_seconds = orphan_seconds
+        self._collected = float("-inf")
+        try:
+            self._directory = _open_private(path)
+        except OSError as error:
+            raise StartupError(f"the directory for KV sessions, {path}: {one_line(error)}") from error
+        try:
+            self._alive = self._become_alive()
+        except OSError as error:
+            os.close(self._directory)
+            raise StartupError(f"the directory for KV sessions, {path}: {one_line(error)}") from error
+
+    def create(self, name: str) -> int:
+        """A new, empty file; its descriptor.
+
+        Raises:
+            OSError: no room, no descriptors, no directory.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._directory)
+
+    def open(self, name: str) -> int:
+        """An existing file; its descriptor.
+
+        Raises:
+            FileNotFoundError: there is none.
+            Internal: it is no plain file of ours.
+            OSError: it cannot be opened.
+        """
+        # not blocking: somebody's pipe of that name would wait for its other end
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=self._directory)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1:
+            return descriptor
+        os.close(descriptor)
+        raise Internal("it is no plain file of this user's")
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a name now."""
+        try:
+            os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, name: str, to: str) -> bool:
+        """Whether the file was there to be renamed."""
+        try:
+            os.rename(name, to, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, name: str) -> None:
+        """Remove a file that may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._directory)
+
+    def is_alive(self, owner: str) -> bool:
+        """Whether the owner's process lives; true where that cannot be found out."""
+        try:
+            descriptor = os.open(
+                f"{owner}.alive", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._directory
+            )
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def collect(self) -> float:
+        """Remove what dead owners left, if that has not been done lately; the seconds until it is due again."""
+        pace = self._orphan_seconds / 4
+        now = time.monotonic()
+        if now < self._collected + pace:
+            return self._collected + pace - now
+        self._collected = now
+        with contextlib.suppress(OSError):  # what cannot be removed now can be later
+            for name in self._orphans():
+                self.remove(name)
+        return pace
+
+    def close(self) -> None:
+        """Be dead."""
+        with contextlib.suppress(OSError):
+            self.remove(f"{self.owner}.alive")
+        os.close(self._alive)
+        os.close(self._directory)
+
+    def _orphans(self) -> Iterator[str]:
+        """Files of dead owners; one that can still be taken counts only after a while."""
+        alive = {self.owner: True}
+        oldest = time.time() - self._orphan_seconds
+        with os.scandir(self._directory) as entries:
+            names = [entry.name for entry in entries]
+        for name in names:
+            match = _NAME.fullmatch(name) or _ALIVE.fullmatch(name)
+            if match is None:
+                continue
+            owner = name.split(".")[-2]
+            if owner not in alive:
+                alive[owner] = self.is_alive(owner)
+            if alive[owner] or (name.endswith(f".{READY}") and self._changed_since(name, oldest)):
+                continue
+            yield name
+
+    def _changed_since(self, name: str, moment: float) -> bool:
+        try:
+            return os.stat(name, dir_fd=self._directory, follow_symlinks=False).st_ctime > moment
+        except FileNotFoundError:
+            return True
+
+    def _become_alive(self) -> int:
+        name = f"{self.owner}.alive"
+        while True:
+            try:
+                descriptor = self.create(name)
+            except FileExistsError:
+                if self.is_alive(self.owner):
+                    raise
+                self.remove(name)
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+            os.close(descriptor)  # somebody took it for a dead one's before it was locked
+
+
+def _open_private(path: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise StartupError(f"{path} is no directory of its own (a link, or a file); name another one") from error
+    status = os.fstat(descriptor)
+    reason = ""
+    if status.st_uid != os.geteuid():
+        reason = f"belongs to user {status.st_uid}, not to {os.geteuid()}, who runs this"
+    elif status.st_mode & 0o077:
+        reason = f"is open to others (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 would close it"
+    if reason:
+        os.close(descriptor)
+        raise StartupError(f"the directory for KV sessions, {path}, {reason}")
+    return descriptor
