@@ -15,7 +15,9 @@ from triptych.processors.registry import load_processor
 from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
+from triptych.roles.desk import Desk
 from triptych.roles.intake import Frontend, GrammarCompiler, Intake
+from triptych.roles.live import LiveRequests
 from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def fake_role(
     compiler: GrammarCompiler | None = None,
     read: Callable[[AdapterInfo], Adapter] | None = None,
     kv_event_buffer: int = 16,
-) -> Aggregated:
+) -> Desk:
     """The aggregated role over a fake engine; without ``read`` adapters are off. Call it on the event loop."""
     description = EngineDescription(
         role=RoleName.AGGREGATED,
@@ -121,7 +123,9 @@ def fake_role(
         kv_event_heartbeat=3600.0,
     )
     adapters = Adapters(read or _nothing, description.max_loras)
-    return Aggregated(description, frontend(), Intake(frontend(), adapters, compiler), engine)  # type: ignore[arg-type]
+    intake = Intake(frontend(), adapters, compiler)
+    live = LiveRequests(engine, frontend().tokenizer, description.max_num_sequences)  # type: ignore[arg-type]
+    return Desk(description, frontend(), intake, engine, live, Aggregated(intake, engine, live))  # type: ignore[arg-type]
 
 
 def _nothing(info: AdapterInfo) -> Adapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.cli.assemble import LoadedModel, aggregated, load
 from triptych.cli.flags import DEMO
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import GenerateRequest
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 
-def options(**changes: int) -> EngineOptions:
+def options(**changes: Any) -> EngineOptions:
     """An engine's options with small defaults."""
     small = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256, "max_running_requests": 32}
     return EngineOptions(**(small | changes))
@@ -32,7 +32,7 @@ def load_model(chosen: EngineOptions) -> LoadedModel:
 
 
 @asynccontextmanager
-async def running(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+async def running(loaded: LoadedModel) -> AsyncIterator[Desk]:
     """A role that is drained in the end."""
     role = aggregated(loaded, uuid.uuid4().hex, check=True)
     try:
@@ -51,13 +51,13 @@ class Answered(NamedTuple):
     prompt: Prompt | None = None
 
 
-async def ask(role: Aggregated, request: GenerateRequest) -> Answered:
+async def ask(role: Desk, request: GenerateRequest) -> Answered:
     """Run one request with one output to its end."""
     (answered,) = await ask_all(role, request)
     return answered
 
 
-async def ask_all(role: Aggregated, request: GenerateRequest) -> list[Answered]:
+async def ask_all(role: Desk, request: GenerateRequest) -> list[Answered]:
     """Run one request to its end; its outputs in order. The last event holds for all that had not ended before."""
     answer = await role.accept(request)
     token_ids: list[list[int]] = [[] for _ in range(request.num_sequences)]

@@ -20,18 +20,20 @@ from triptych.core.errors import (
     PlaceholderMismatch,
     PromptTooLong,
     RequestNotFound,
+    RoleMismatch,
     UnsupportedFeature,
 )
 from triptych.core.events import EosToken, Failed, Finished, FinishReason, StopText, StopToken, Tokens
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.core.session import SealedSession
 from triptych.roles.contract import AbortOutcome, HealthState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from triptych.cli.assemble import LoadedModel
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 CHOSEN = options()
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -43,7 +45,7 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-async def role(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+async def role(loaded: LoadedModel) -> AsyncIterator[Desk]:
     async with running(loaded) as one:
         yield one
 
@@ -64,7 +66,7 @@ def request(question: str = "what shape is this?", *pngs: bytes, **changes: obje
 RED = shape_png("circle", "red")
 
 
-async def test_raw_bytes_and_data_uri_are_the_same_item(role: Aggregated) -> None:
+async def test_raw_bytes_and_data_uri_are_the_same_item(role: Desk) -> None:
     first = await ask(role, request("what colour is the circle?", RED))
     uri = MediaItem(Modality.IMAGE, DataUri(data_uri(RED)))
     second = await ask(role, request("what colour is the circle?", RED, media=(uri,)))
@@ -74,14 +76,14 @@ async def test_raw_bytes_and_data_uri_are_the_same_item(role: Aggregated) -> Non
     assert role.statistics()["encoder_cache"]["entries"] == 1
 
 
-async def test_a_salt_shares_nothing(role: Aggregated) -> None:
+async def test_a_salt_shares_nothing(role: Desk) -> None:
     await ask(role, request("what colour is the circle?", RED))
     salted = await ask(role, request("what colour is the circle?", RED, cache=CacheOptions(salt="tenant")))
     assert isinstance(salted.end, Finished)
     assert salted.end.usage.cached_prompt_tokens == 0
 
 
-async def test_bypass_reuses_nothing_and_answers_the_same(role: Aggregated) -> None:
+async def test_bypass_reuses_nothing_and_answers_the_same(role: Desk) -> None:
     first = await ask(role, request("what colour is the circle?", RED))
     bypass = CacheOptions(bypass_prefix_cache=True)
     second = await ask(role, request("what colour is the circle?", RED, cache=bypass))
@@ -102,9 +104,11 @@ async def test_bypass_reuses_nothing_and_answers_the_same(role: Aggregated) -> N
         ({"prompt": "shape " * 20_000, "media": ()}, PromptTooLong),
         ({"prompt": (5,) * 100_000, "media": ()}, PromptTooLong),
         ({"media": (MediaItem(Modality.IMAGE, RawBytes(RED)),) * 65}, InvalidRequest),
+        ({"session": SealedSession("1", b"")}, UnsupportedFeature),
+        ({"handoff": True}, RoleMismatch),
     ],
 )
-async def test_refusals_hold_nothing(role: Aggregated, changes: dict[str, object], error: type[Exception]) -> None:
+async def test_refusals_hold_nothing(role: Desk, changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         await role.accept(request("what is it?", RED, **changes))
     assert "\n" not in str(caught.value)
@@ -114,7 +118,7 @@ async def test_refusals_hold_nothing(role: Aggregated, changes: dict[str, object
 @pytest.mark.parametrize(
     "data", [b"", b"junk", RED[:60], RED[: len(RED) // 2]], ids=["empty", "junk", "header", "cut off"]
 )
-async def test_a_broken_picture_fails_its_own_request_only(role: Aggregated, data: bytes) -> None:
+async def test_a_broken_picture_fails_its_own_request_only(role: Desk, data: bytes) -> None:
     bad = request("and this?", RED, data, request_id="bad")
     good, failed = await asyncio.gather(ask(role, request("what is it?", RED)), ask(role, bad))
     assert isinstance(good.end, Finished)
@@ -124,7 +128,7 @@ async def test_a_broken_picture_fails_its_own_request_only(role: Aggregated, dat
     assert role.load().running_requests == 0
 
 
-async def test_a_live_id_is_refused_and_free_again_after_its_stream(role: Aggregated) -> None:
+async def test_a_live_id_is_refused_and_free_again_after_its_stream(role: Desk) -> None:
     answer = await role.accept(request())
     with pytest.raises(DuplicateRequest):
         await role.accept(request())
@@ -132,7 +136,7 @@ async def test_a_live_id_is_refused_and_free_again_after_its_stream(role: Aggreg
     assert isinstance((await ask(role, request())).end, Finished)
 
 
-async def test_stop_strings_are_cut_and_named(role: Aggregated) -> None:
+async def test_stop_strings_are_cut_and_named(role: Desk) -> None:
     whole = (await ask(role, request(stopping=Stopping(max_tokens=40, ignore_eos=True)))).text
     stop = whole[5:8]
     expected = whole[: whole.index(stop)]
@@ -144,7 +148,7 @@ async def test_stop_strings_are_cut_and_named(role: Aggregated) -> None:
     assert (await ask(role, request(stopping=kept))).text == expected + stop
 
 
-async def test_stop_ids_and_eos_are_told_apart(role: Aggregated) -> None:
+async def test_stop_ids_and_eos_are_told_apart(role: Desk) -> None:
     eos = await ask(role, request("what colour is the circle?", RED, stopping=Stopping(max_tokens=60)))
     assert isinstance(eos.end, Finished)
     assert isinstance(eos.end.stop, EosToken)
@@ -155,14 +159,14 @@ async def test_stop_ids_and_eos_are_told_apart(role: Aggregated) -> None:
     assert stopped.token_ids == ()
 
 
-async def test_min_tokens_hold_off_the_end(role: Aggregated) -> None:
+async def test_min_tokens_hold_off_the_end(role: Desk) -> None:
     answer = await ask(role, request("what colour is the circle?", RED, stopping=Stopping(max_tokens=9, min_tokens=9)))
     assert len(answer.token_ids) == 9
     assert isinstance(answer.end, Finished)
     assert answer.end.reason is FinishReason.LENGTH
 
 
-async def test_an_answer_ends_where_the_context_does(role: Aggregated) -> None:
+async def test_an_answer_ends_where_the_context_does(role: Desk) -> None:
     answer = await ask(role, request(stopping=Stopping(ignore_eos=True)))
     assert isinstance(answer.end, Finished)
     usage = answer.end.usage
@@ -170,7 +174,7 @@ async def test_an_answer_ends_where_the_context_does(role: Aggregated) -> None:
     assert answer.end.reason is FinishReason.LENGTH
 
 
-async def test_seeds_repeat_whatever_else_runs(role: Aggregated) -> None:
+async def test_seeds_repeat_whatever_else_runs(role: Desk) -> None:
     def sampled(index: int, seed: int) -> GenerateRequest:
         sampling = Sampling(temperature=30.0, seed=seed)
         stopping = Stopping(max_tokens=20, ignore_eos=True)
@@ -182,14 +186,14 @@ async def test_seeds_repeat_whatever_else_runs(role: Aggregated) -> None:
     assert len({a.token_ids for a in alone}) > 1
 
 
-async def test_detokenize_false_gives_ids_only(role: Aggregated) -> None:
+async def test_detokenize_false_gives_ids_only(role: Desk) -> None:
     plain = await ask(role, request(stopping=Stopping(max_tokens=6, ignore_eos=True)))
     bare = await ask(role, request(stopping=Stopping(max_tokens=6, ignore_eos=True), detokenize=False))
     assert bare.token_ids == plain.token_ids
     assert bare.text == ""
 
 
-async def test_stop_strings_are_found_where_no_text_is_wanted(role: Aggregated) -> None:
+async def test_stop_strings_are_found_where_no_text_is_wanted(role: Desk) -> None:
     plain = await ask(role, request("what colour is the circle?", RED))
     assert len(plain.text) > 2
     stopping = Stopping(max_tokens=20, stop_strings=(plain.text[1:3],))
@@ -204,7 +208,7 @@ async def test_stop_strings_are_found_where_no_text_is_wanted(role: Aggregated) 
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-async def test_abort_at_any_moment(role: Aggregated, steps: int) -> None:
+async def test_abort_at_any_moment(role: Desk, steps: int) -> None:
     answer = await role.accept(request("what is it?", RED, stopping=Stopping(ignore_eos=True)))
     events = 0
     while events < steps:
@@ -221,7 +225,7 @@ async def test_abort_at_any_moment(role: Aggregated, steps: int) -> None:
     await until_idle(role)
 
 
-async def test_closing_early_frees_everything(role: Aggregated) -> None:
+async def test_closing_early_frees_everything(role: Desk) -> None:
     for steps in (0, 1, 3):
         answer = await role.accept(request("what is it?", RED, stopping=Stopping(ignore_eos=True)))
         for _ in range(steps):
@@ -230,7 +234,7 @@ async def test_closing_early_frees_everything(role: Aggregated) -> None:
     await until_idle(role)
 
 
-async def test_health_and_probe(role: Aggregated) -> None:
+async def test_health_and_probe(role: Desk) -> None:
     checks = {check.name: check.state for check in await role.health(probe=False)}
     assert set(checks.values()) == {HealthState.READY}
     first, second = await asyncio.gather(role.health(probe=True), role.health(probe=True))
@@ -254,7 +258,7 @@ async def test_drain_refuses_waits_and_ends(loaded: LoadedModel) -> None:
         await role.drain(0)
 
 
-async def until_idle(role: Aggregated) -> None:
+async def until_idle(role: Desk) -> None:
     """Aborted requests are freed by the engine's thread, soon."""
     async with asyncio.timeout(20):
         while role.load().running_requests or role.load().queued_requests or role.load().used_blocks:
@@ -287,7 +291,7 @@ async def test_a_full_media_queue_refuses_before_acceptance(loaded: LoadedModel)
         assert all(isinstance(end, Finished) for end in ends)
 
 
-async def test_min_tokens_that_cannot_be_had_is_refused_by_name(role: Aggregated) -> None:
+async def test_min_tokens_that_cannot_be_had_is_refused_by_name(role: Desk) -> None:
     window = role.model.max_context
     with pytest.raises(InvalidRequest, match="min_tokens"):
         await role.accept(request(stopping=Stopping(min_tokens=window)))

@@ -130,7 +130,7 @@ async def test_who_is_too_slow_is_told_so_instead_of_missing_a_batch() -> None:
         for _ in range(2):
             with pytest.raises(Overloaded, match="batch 1 was not read"):
                 await anext(late)
-    assert one.statistics() == {"subscribers": 1, "too_slow": 2, "batches": 4, "kept": 3, "blocks": 4}
+    assert one.statistics() == {"subscribers": 1, "too_slow": 2, "batches": 4, "latest": 4, "kept": 3, "blocks": 4}
 
 
 async def test_many_followers_and_no_more() -> None:

@@ -12,11 +12,11 @@ from tests.roles.test_soak import distinct_requests
 
 if TYPE_CHECKING:
     from triptych.core.kv_events import BlockStored
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
     from triptych.roles.kv_subscription import Subscription
 
 
-def findable(role: Aggregated) -> set[bytes]:
+def findable(role: Desk) -> set[bytes]:
     """By the ledger of an idle engine."""
     return set(role._engine._scheduler._roster.pool._block_of)
 

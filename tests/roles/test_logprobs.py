@@ -29,7 +29,7 @@ from triptych.roles.logprob_bounds import check_output_entries, check_prompt_ent
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 VOCAB = 151_936
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -42,7 +42,7 @@ def loaded():
 
 
 @pytest.fixture
-async def role(loaded) -> AsyncIterator[Aggregated]:
+async def role(loaded) -> AsyncIterator[Desk]:
     async with running(loaded) as one:
         yield one
 
@@ -144,7 +144,7 @@ async def test_what_is_known_only_with_the_picture(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("stop", [False, True])
-async def test_outputs_have_the_numbers_of_requests_of_their_own(role: Aggregated, stop: bool) -> None:
+async def test_outputs_have_the_numbers_of_requests_of_their_own(role: Desk, stop: bool) -> None:
     asked = LogprobOptions(prompt=True, prompt_candidates=TopN(2), output=True, output_candidates=TopN(3))
     several = request(asked, num_sequences=3)
     if stop:
@@ -172,7 +172,7 @@ async def test_outputs_have_the_numbers_of_requests_of_their_own(role: Aggregate
     assert [one is None for one in prompt.logprobs] == [True] + [False] * (len(prompt.token_ids) - 1)
 
 
-async def test_the_prompt_is_told_expanded_and_from_its_start(role: Aggregated) -> None:
+async def test_the_prompt_is_told_expanded_and_from_its_start(role: Desk) -> None:
     start = 11  # within the picture
     asked = LogprobOptions(prompt=True, prompt_start=start)
     answered = await ask(role, request(asked, prompt=f"{MARKER}what is it?", media=(PICTURE,)))
@@ -184,7 +184,7 @@ async def test_the_prompt_is_told_expanded_and_from_its_start(role: Aggregated) 
     assert [one is None for one in prompt.logprobs] == [True] * start + [False] * (len(prompt.token_ids) - start)
 
 
-async def test_the_whole_vocabulary(role: Aggregated) -> None:
+async def test_the_whole_vocabulary(role: Desk) -> None:
     asked = LogprobOptions(output=True, output_candidates=WholeVocabulary())
     answered = await ask(role, request(asked, stopping=Stopping(max_tokens=3, ignore_eos=True)))
     for token_id, number in zip(answered.token_ids, answered.logprobs, strict=True):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from triptych.cli.assemble import LoadedModel
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-async def role(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+async def role(loaded: LoadedModel) -> AsyncIterator[Desk]:
     async with running(loaded) as one:
         yield one
 
@@ -58,9 +58,7 @@ def request(name: str = "", **changes: object) -> GenerateRequest:
     return replace(plain, **changes)
 
 
-async def test_each_adapter_answers_in_its_own_way_alone_and_together(
-    role: Aggregated, infos: list[AdapterInfo]
-) -> None:
+async def test_each_adapter_answers_in_its_own_way_alone_and_together(role: Desk, infos: list[AdapterInfo]) -> None:
     for info in infos:
         assert await role.load_adapter(info) is False
     assert role.adapters() == tuple(infos)
@@ -71,7 +69,7 @@ async def test_each_adapter_answers_in_its_own_way_alone_and_together(
     assert [[one.token_ids for one in outputs] for outputs in together] == [[ids, ids] for ids in alone]
 
 
-async def test_what_runs_is_not_touched_by_unloading(role: Aggregated, infos: list[AdapterInfo]) -> None:
+async def test_what_runs_is_not_touched_by_unloading(role: Desk, infos: list[AdapterInfo]) -> None:
     info = infos[0]
     await role.load_adapter(info)
     long = request(info.name, stopping=Stopping(max_tokens=200, ignore_eos=True))
@@ -92,7 +90,7 @@ async def test_what_runs_is_not_touched_by_unloading(role: Aggregated, infos: li
     assert (await ask(role, long)).token_ids != expected
 
 
-async def test_cached_blocks_are_an_adapters_own_and_say_so(role: Aggregated, infos: list[AdapterInfo]) -> None:
+async def test_cached_blocks_are_an_adapters_own_and_say_so(role: Desk, infos: list[AdapterInfo]) -> None:
     follower = role.subscribe_kv(snapshot=False, start=0)
     await role.load_adapter(infos[0])
     for name in ("", infos[0].name):
@@ -112,7 +110,7 @@ async def test_cached_blocks_are_an_adapters_own_and_say_so(role: Aggregated, in
     assert (base.lora_id, adapted.lora_id) == (0, infos[0].lora_id)
 
 
-async def test_a_directory_without_an_adapter(role: Aggregated, tmp_path: Path) -> None:
+async def test_a_directory_without_an_adapter(role: Desk, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await role.load_adapter(AdapterInfo(1, "none", str(tmp_path)))
     assert "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from triptych.cli.assemble import LoadedModel
     from triptych.core.step import StepPlan, StepResult
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 RED = shape_png("circle", "red")
@@ -34,7 +34,7 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-async def role(loaded: LoadedModel) -> AsyncIterator[Aggregated]:
+async def role(loaded: LoadedModel) -> AsyncIterator[Desk]:
     async with running(loaded) as one:
         yield one
 
@@ -60,14 +60,14 @@ def alone(request: GenerateRequest, index: int) -> GenerateRequest:
     return replace(request, num_sequences=1, sampling=replace(request.sampling, seed=seed))
 
 
-async def until_idle(role: Aggregated) -> None:
+async def until_idle(role: Desk) -> None:
     async with asyncio.timeout(20):
         while role.load().running_requests or role.load().queued_requests or role.load().used_blocks:
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("pictures", [0, 2])
-async def test_outputs_are_those_of_requests_with_the_derived_seeds(role: Aggregated, pictures: int) -> None:
+async def test_outputs_are_those_of_requests_with_the_derived_seeds(role: Desk, pictures: int) -> None:
     several = request(4, *[RED] * pictures)
     together = await ask_all(role, several)
     lone = [await ask(role, alone(several, index)) for index in range(4)]
@@ -83,7 +83,7 @@ async def test_outputs_are_those_of_requests_with_the_derived_seeds(role: Aggreg
     assert [end.request_id for end in ends] == ["r"] * 4
 
 
-async def test_a_second_time_the_prompt_comes_from_the_cache_once(role: Aggregated) -> None:
+async def test_a_second_time_the_prompt_comes_from_the_cache_once(role: Desk) -> None:
     first = await ask(role, request(1, RED))
     again = await ask_all(role, request(3, RED))
     assert isinstance(first.end, Finished)
@@ -91,7 +91,7 @@ async def test_a_second_time_the_prompt_comes_from_the_cache_once(role: Aggregat
     assert 0 < usage.cached_prompt_tokens < usage.prompt_tokens == first.end.usage.prompt_tokens
 
 
-async def test_stop_strings_end_each_output_where_it_has_one(role: Aggregated) -> None:
+async def test_stop_strings_end_each_output_where_it_has_one(role: Desk) -> None:
     several = request(4, tokens=40)
     whole = [one.text for one in await ask_all(role, several)]
     # a character that some outputs have early, some late, and perhaps some never
@@ -111,7 +111,7 @@ async def test_stop_strings_end_each_output_where_it_has_one(role: Aggregated) -
 
 
 @pytest.mark.parametrize("events", [0, 1, 5])
-async def test_an_abort_ends_every_output(role: Aggregated, events: int) -> None:
+async def test_an_abort_ends_every_output(role: Desk, events: int) -> None:
     answer = await role.accept(request(5, RED, stopping=Stopping(ignore_eos=True)))
     for _ in range(events):
         assert isinstance(await anext(answer), Tokens)
@@ -125,7 +125,7 @@ async def test_an_abort_ends_every_output(role: Aggregated, events: int) -> None
     await until_idle(role)
 
 
-async def test_an_abort_leaves_finished_outputs_as_they_are(role: Aggregated) -> None:
+async def test_an_abort_leaves_finished_outputs_as_they_are(role: Desk) -> None:
     several = request(3, tokens=400)
     first = (await ask_all(role, replace(several, stopping=Stopping(max_tokens=8, ignore_eos=True))))[1].text
     stopping = Stopping(max_tokens=400, ignore_eos=True, stop_strings=(first[:4],))
@@ -142,7 +142,7 @@ async def test_an_abort_leaves_finished_outputs_as_they_are(role: Aggregated) ->
     await until_idle(role)
 
 
-async def test_closing_early_frees_everything(role: Aggregated) -> None:
+async def test_closing_early_frees_everything(role: Desk) -> None:
     for events in (0, 1, 4):
         answer = await role.accept(request(6, RED, stopping=Stopping(ignore_eos=True)))
         for _ in range(events):
@@ -153,7 +153,7 @@ async def test_closing_early_frees_everything(role: Aggregated) -> None:
 
 
 async def test_one_output_that_fails_fails_the_request_and_nobody_else(
-    role: Aggregated, monkeypatch: pytest.MonkeyPatch
+    role: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Runner.run
 
@@ -171,7 +171,7 @@ async def test_one_output_that_fails_fails_the_request_and_nobody_else(
     assert role.statistics()["scheduler"]["cancelled"] == 3
 
 
-async def test_too_many_outputs_are_refused_with_both_numbers(role: Aggregated) -> None:
+async def test_too_many_outputs_are_refused_with_both_numbers(role: Desk) -> None:
     most = role.engine.max_num_sequences
     with pytest.raises(InvalidRequest, match=rf"num_sequences is {most + 1}.* at most {most} "):
         await role.accept(request(most + 1))

@@ -20,7 +20,7 @@ from triptych.engine.scheduler import Scheduler
 from triptych.roles.contract import HealthState
 
 if TYPE_CHECKING:
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.desk import Desk
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 QUESTIONS = (
@@ -76,7 +76,7 @@ class Tally:
     cancelled: int = 0
 
 
-async def storm(role: Aggregated, total: int, concurrency: int, rng: random.Random) -> Tally:
+async def storm(role: Desk, total: int, concurrency: int, rng: random.Random) -> Tally:
     """Send ``total`` requests, ``concurrency`` at a time, three in ten of them cancelled at a random moment."""
     distinct = distinct_requests(150, rng)
     bypass = CacheOptions(bypass_prefix_cache=True)
@@ -120,7 +120,7 @@ async def storm(role: Aggregated, total: int, concurrency: int, rng: random.Rand
     return tally
 
 
-async def assert_no_contradiction(role: Aggregated) -> None:
+async def assert_no_contradiction(role: Desk) -> None:
     """The engine compared its ledgers whenever it fell idle; a contradiction is its failure."""
     scheduler = {check.name: check for check in await role.health(probe=False)}["scheduler"]
     assert scheduler.state is HealthState.READY, scheduler.message

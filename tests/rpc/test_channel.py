@@ -9,26 +9,33 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.rpc.scripted_role import SPANS, ScriptedRole, answer
+from tests.sessions import plan, session
 from triptych.core.errors import (
     Cancelled,
     Draining,
     DuplicateRequest,
     Internal,
     InvalidRequest,
+    KvSessionNotFound,
+    KvTransferFailed,
     MediaError,
     MediaUnavailable,
     ModelNotFound,
     Overloaded,
     PromptTooLong,
     RoleMismatch,
+    SessionMismatch,
     TriptychError,
+    Unauthenticated,
     UnsupportedFeature,
 )
-from triptych.core.events import Failed, Finished, Tokens
+from triptych.core.events import Failed, Finished, PrefillReady, Tokens, Usage
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest
+from triptych.core.session import KvSession, SealedSession
 from triptych.wire.channel import EngineChannel
-from triptych.wire.gen import error_pb2, generation_pb2
+from triptych.wire.codec_session import SessionCodec
+from triptych.wire.gen import error_pb2, generation_pb2, kv_pb2
 from triptych.wire.limits import LARGE_MESSAGE
 from triptych.wire.status import TransientFailure
 
@@ -60,6 +67,10 @@ ERRORS = [
     Overloaded("wrong"),
     Draining("wrong"),
     Cancelled("wrong"),
+    KvSessionNotFound("wrong"),
+    KvTransferFailed("wrong"),
+    SessionMismatch("wrong"),
+    Unauthenticated("wrong"),
     Internal("wrong"),
 ]
 
@@ -191,8 +202,32 @@ async def test_an_engine_that_breaks_the_contract_fails_the_answer(foreign: Fore
     assert type(events[-1].error) is Internal
 
 
+async def test_a_session_goes_from_one_engine_to_another_as_it_came(serve: Serve, foreign: Foreign) -> None:
+    reference = SessionCodec().encode(session(plan(40)))
+    ready = generation_pb2.GenerateResponse(request_id="r", prefill_ready={"kv_session": reference})
+    ready.usage.prompt_tokens = 40
+    prefill = await foreign(ready)
+    events = [event async for event in await prefill.generate(replace(REQUEST, handoff=True))]
+    (event,) = events
+    assert isinstance(event, PrefillReady)
+    assert event.usage == Usage(40, 0, 0)
+    assert isinstance(event.session, SealedSession)
+    decode = await serve()
+    await collect(decode.channel, replace(REQUEST, session=event.session))
+    (received,) = decode.role.requests
+    assert received.session == event.session
+    assert isinstance(SessionCodec().decode(kv_pb2.KvSessionRef.FromString(event.session.data)), KvSession)
+
+
+async def test_a_prompt_that_is_handed_over_unasked_breaks_the_contract(foreign: Foreign) -> None:
+    ready = generation_pb2.GenerateResponse(request_id="r", prefill_ready={"kv_session": {"session_id": "1"}})
+    channel = await foreign(ready)
+    with pytest.raises(Internal, match="an answer was asked for"):
+        await channel.generate(REQUEST)
+
+
 async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: Foreign) -> None:
-    error = error_pb2.EngineError(code=error_pb2.ERROR_CODE_KV_TRANSFER_FAILED, message="lost", retryable=True)
+    error = error_pb2.EngineError(code=error_pb2.ERROR_CODE_INTERNAL, message="lost", retryable=True)
     channel = await foreign(generation_pb2.GenerateResponse(request_id="r", error=error))
     with pytest.raises(TransientFailure, match="lost") as caught:
         await channel.generate(REQUEST)
@@ -210,5 +245,5 @@ async def test_a_stream_left_open_behind_its_end_does_not_hold_the_caller(foreig
     assert events[-1].spans == ()
 
 
-async def collect(channel: EngineChannel) -> list[Any]:
-    return [event async for event in await channel.generate(REQUEST)]
+async def collect(channel: EngineChannel, request: GenerateRequest = REQUEST) -> list[Any]:
+    return [event async for event in await channel.generate(request)]

@@ -268,9 +268,9 @@ async def test_an_abort_that_is_no_message_is_refused(serve: Serve, data: bytes)
 
 async def test_no_control_request_is_large(serve: Serve) -> None:
     served = await serve()
-    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 5_000_000))
+    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 20_000))
     assert await refused(call) is grpc.StatusCode.INVALID_ARGUMENT
-    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 4_000_000))
+    call = served.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="m" * 10_000))
     assert await refused(call) is grpc.StatusCode.NOT_FOUND
 
 
@@ -347,7 +347,6 @@ async def test_every_flag_says_what_is_accepted(serve: Serve) -> None:
         "media options": (multimodal.supports_per_request_media_options, {"media_options": options}),
         "one sequence": (generation.max_num_sequences >= 1, {"sampling": {"num_sequences": 1}}),
         "several sequences": (generation.max_num_sequences >= 8, {"sampling": {"num_sequences": 8}}),
-        "session": (False, {"kv": {"session": {}}}),
         "encoder": (info.HasField("encoder"), {"encoder": {}}),
     }
     outcomes = await asyncio.gather(

@@ -171,7 +171,6 @@ async def test_an_unexpected_refusal_is_internal_and_logged(
         ({"response": {"output_candidates": {"top_n": 1}}}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"guided": {"regex": ""}}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"guided": {"regex": "a", "backend": "other"}}, grpc.StatusCode.UNIMPLEMENTED),
-        ({"kv": {"session": {}}}, grpc.StatusCode.UNIMPLEMENTED),
         ({"media": [{}]}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )

@@ -9,7 +9,16 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, TriptychError, UnsupportedFeature
+from tests.sessions import plain as comparable
+from tests.sessions import session
+from triptych.core.errors import (
+    Internal,
+    InvalidRequest,
+    MediaError,
+    TriptychError,
+    Unauthenticated,
+    UnsupportedFeature,
+)
 from triptych.core.guide import MAX_CHOICES, MAX_GUIDE_BYTES, Guide, GuideKind
 from triptych.core.logprobs import (
     MAX_CANDIDATE_IDS,
@@ -21,8 +30,11 @@ from triptych.core.logprobs import (
 )
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.core.session import KvSession, SealedSession
 from triptych.wire.codec import MAX_MEDIA_ITEMS, decode_request, encode_request
+from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import encoder_pb2, generation_pb2
+from triptych.wire.session_signature import SessionSigner
 
 UINT32 = st.integers(0, 2**32 - 1)
 TEXT = st.text(min_size=1, max_size=20)
@@ -101,6 +113,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         guide=draw(st.none() | guides),
         lora_name=draw(st.text(max_size=20)),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
+        handoff=draw(st.booleans()),
     )
 
 
@@ -154,7 +167,6 @@ def test_empty_parts_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"kv": {"session": {}}}, "kv.session"),
         ({"guided": {"json_object": {}, "backend": "llguidance"}}, "guided.backend 'llguidance'"),
         ({"encoder": encoder_pb2.EncoderOptions()}, "encoder"),
         ({"encoder_cache": [encoder_pb2.EncoderCacheRef()]}, "encoder_cache"),
@@ -269,16 +281,70 @@ def test_an_unspecified_or_unknown_modality_is_an_image(number: int, modality: M
         ({"detokenize": 0}, InvalidRequest),
         ({"detokenize": None}, InvalidRequest),
         ({"conversation_id": 7}, InvalidRequest),
-        ({"request_type": "context_only"}, RoleMismatch),
-        ({"request_type": "generation_only"}, RoleMismatch),
+        ({"request_type": "generation_only"}, InvalidRequest),
+        ({"request_type": "somehow"}, InvalidRequest),
+        ({"request_type": ""}, InvalidRequest),
+        ({"request_type": True}, InvalidRequest),
+        ({"request_type": ["context_only"]}, InvalidRequest),
     ],
 )
 def test_known_keys_of_extra_are_checked(extra: dict[str, Any], error: type[TriptychError]) -> None:
-    message = plain()
+    with pytest.raises(error, match=next(iter(extra))):
+        decode_request(with_extra(plain(), **extra))
+
+
+def with_extra(message: generation_pb2.GenerateRequest, **extra: Any) -> generation_pb2.GenerateRequest:
     message.extra.CopyFrom(struct_pb2.Struct())
     message.extra.update(extra)
-    with pytest.raises(error, match=next(iter(extra))):
-        decode_request(message)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("request_type", "handoff"), [("context_only", True), ("context_and_generation", False), (None, False)]
+)
+def test_one_leg_of_a_request_is_asked_for_by_its_type(request_type: str | None, handoff: bool) -> None:
+    extra = {} if request_type is None else {"request_type": request_type}
+    assert decode_request(with_extra(plain(), **extra)).handoff is handoff
+
+
+SESSIONS = SessionCodec()
+
+
+def with_session(**extra: Any) -> generation_pb2.GenerateRequest:
+    message = plain()
+    message.kv.session.CopyFrom(SESSIONS.encode(session()))
+    return with_extra(message, **extra)
+
+
+@pytest.mark.parametrize("request_type", [None, "generation_only", "context_and_generation"])
+def test_a_session_is_read_where_there_is_a_codec_and_carried_where_there_is_none(request_type: str | None) -> None:
+    message = with_session(**({} if request_type is None else {"request_type": request_type}))
+    read = decode_request(message, sessions=SESSIONS)
+    assert isinstance(read.session, KvSession)
+    assert comparable(read.session) == comparable(session())
+    assert not read.handoff
+    carried = decode_request(message)
+    assert carried.session == SealedSession("prefill-1/17", message.kv.session.SerializeToString())
+    sent = encode_request(carried)
+    assert sent.kv.session == message.kv.session
+    with pytest.raises(Internal, match="carries it sealed"):
+        encode_request(read)
+
+
+def test_a_session_that_is_wrong_refuses_the_request() -> None:
+    message = with_session()
+    message.kv.session.attributes_struct.fields["triptych_seed"].string_value = "1"
+    with pytest.raises(InvalidRequest, match="checksum"):
+        decode_request(message, sessions=SESSIONS)
+    with pytest.raises(Unauthenticated):
+        decode_request(message, sessions=SessionCodec((), SessionSigner("a secret of some length")))
+
+
+def test_both_legs_at_once_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not both"):
+        decode_request(with_session(request_type="context_only"), sessions=SESSIONS)
+    with pytest.raises(InvalidRequest, match="not both"):
+        decode_request(with_session(request_type="context_only"))
 
 
 @pytest.mark.parametrize(

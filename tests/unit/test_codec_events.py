@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sessions import plain as comparable_session
+from tests.sessions import plan, session
 from triptych.core.errors import Internal, InvalidRequest, Overloaded
 from triptych.core.events import (
     EosToken,
@@ -16,6 +18,7 @@ from triptych.core.events import (
     Failed,
     Finished,
     FinishReason,
+    PrefillReady,
     Prompt,
     Span,
     StopText,
@@ -25,6 +28,7 @@ from triptych.core.events import (
     is_terminal,
 )
 from triptych.core.logprobs import CandidateColumns, TokenLogprob
+from triptych.core.session import SealedSession
 from triptych.wire import codec_events
 from triptych.wire.codec_events import (
     MAX_SPANS_BYTES,
@@ -36,6 +40,7 @@ from triptych.wire.codec_events import (
     split_event,
     write_event,
 )
+from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import generation_pb2, kv_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -210,11 +215,39 @@ def test_an_event_has_what_the_shipping_client_requires() -> None:
     assert finished.usage.HasField("cached_prompt_tokens")
 
 
+def test_a_session_leaves_by_a_codec_and_arrives_sealed() -> None:
+    codec = SessionCodec()
+    made = session(plan(40))
+    event = PrefillReady("r", made, Usage(40, 3, 16))
+    assert is_terminal(event)
+    message = generation_pb2.GenerateResponse.FromString(write_event(event, None, codec))
+    assert message.usage.total_tokens == 43
+    assert message.usage.HasField("cached_prompt_tokens")
+    back = decode_event(message)
+    assert isinstance(back, PrefillReady)
+    assert (back.request_id, back.usage) == (event.request_id, event.usage)
+    assert isinstance(back.session, SealedSession)
+    assert back.session.session_id == made.handle.session_id
+    assert comparable_session(codec.decode(kv_pb2.KvSessionRef.FromString(back.session.data))) == comparable_session(
+        made
+    )
+    assert encode_event(back) == message
+    with pytest.raises(Internal, match="cannot hand one over"):
+        encode_event(event)
+
+
+def test_a_session_of_a_long_prompt_is_written_on_a_thread() -> None:
+    assert event_entries(PrefillReady("r", session(plan(40)), Usage(40, 1, 0))) < 10
+    assert event_entries(PrefillReady("r", session(plan(32768)), Usage(32768, 1, 0))) > codec_events.LARGE_EVENT
+    assert event_entries(PrefillReady("r", SealedSession("s", b""), Usage(1, 1, 0))) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({}, "without an event"),
-        ({"prefill_ready": generation_pb2.PrefillReady(kv_session=kv_pb2.KvSessionRef())}, "prefill_ready"),
+        ({"prefill_ready": generation_pb2.PrefillReady(kv_session=kv_pb2.KvSessionRef())}, "session without its id"),
+        ({"encoder_ready": {}}, "'encoder_ready' that was not asked for"),
         ({"token": generation_pb2.TokenOutput()}, "without its index"),
         ({"token": generation_pb2.TokenOutput(output_index=2)}, "output 2 of a request for 2"),
         ({"finished": generation_pb2.GenerationFinished(output_index=2, reason=1)}, "output 2 of a request for 2"),  # type: ignore[arg-type]

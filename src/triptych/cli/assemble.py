@@ -19,7 +19,9 @@ from triptych.processors.registry import load_processor
 from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
+from triptych.roles.desk import Desk
 from triptych.roles.intake import Frontend, Intake
+from triptych.roles.live import LiveRequests
 from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ def _context_limit(options: EngineOptions, found: Description, config: Scheduler
     return "--max-context" if config.max_context == options.max_context else "--kv-cache-bytes"
 
 
-def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) -> Aggregated:
+def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) -> Desk:
     """The aggregated role over a loaded model, its engine running. Call it on the event loop that serves.
 
     With ``check`` the engine compares its ledgers whenever it falls idle.
@@ -147,7 +149,9 @@ def aggregated(loaded: LoadedModel, instance_id: str, *, check: bool = False) ->
         lambda info: loaded.model.text.load_adapter(info, max_rank=options.max_lora_rank), options.max_loras
     )
     compiler = _grammar_compiler(loaded.frontend) if description.guided else None
-    return Aggregated(description, loaded.frontend, Intake(loaded.frontend, adapters, compiler), engine)
+    intake = Intake(loaded.frontend, adapters, compiler)
+    live = LiveRequests(engine, loaded.frontend.tokenizer, description.max_num_sequences)
+    return Desk(description, loaded.frontend, intake, engine, live, Aggregated(intake, engine, live))
 
 
 def _grammar_compiler(frontend: Frontend) -> GrammarCompiler:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from triptych.cli.options import EngineOptions
-    from triptych.roles.aggregated import Aggregated
+    from triptych.roles.contract import Role
     from triptych.rpc.tls import TlsFiles
 
 STDIN = 0
@@ -134,7 +134,7 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
     return 0 if failure is None else 1
 
 
-async def stopped_or_failed(stop: Stop, role: Aggregated) -> str | None:
+async def stopped_or_failed(stop: Stop, role: Role) -> str | None:
     """Wait until somebody asks, or for the engine's own end; returns the reason of the latter."""
     while True:
         with suppress(TimeoutError):

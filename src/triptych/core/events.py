@@ -13,8 +13,9 @@ from triptych.core.finish import StopToken as StopToken
 
 if TYPE_CHECKING:
     from triptych.core.errors import TriptychError
+    from triptych.core.handles import KvHandle
     from triptych.core.logprobs import TokenLogprob
-    from triptych.core.session import Session
+    from triptych.core.session import FirstToken, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,29 @@ class Failed:
     error: TriptychError
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Another engine's work is taken up: there is room for it. Before any token. Inside the engine only."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """One output's first token, and the prompt's KV where others can take it. Terminal. Inside the engine only."""
+
+    request_id: str
+    first: FirstToken
+    handle: KvHandle | None
+    """With the output that computed the prompt; None with the others."""
+    usage: Usage
+    spans: tuple[Span, ...]
+
+
 Event = Prompt | Tokens | PrefillReady | Finished | Failed
+"""What a caller hears."""
+EngineEvent = Prompt | Admitted | Tokens | Prefilled | Finished | Failed
+"""What an engine says to its role."""
 
 
 def is_terminal(event: Event) -> bool:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from triptych.core.adapter import Adapter
     from triptych.core.encoder_input import EncoderInput
     from triptych.core.guide import Grammar, Guide
+    from triptych.core.handles import KvHandle
     from triptych.core.layout import Positions
+    from triptych.core.logprobs import TokenLogprob
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.session import Session
@@ -174,6 +176,19 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Resume:
+    """Where another engine's work is taken up: the prompt's KV is fetched, its first token is known."""
+
+    handle: KvHandle
+    token_id: int
+    """Of this output."""
+    logprob: TokenLogprob | None
+    """Of that token, where the request wants the output's."""
+    cached_prompt_tokens: int
+    """What the other engine reused."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One request that the engine can run: everything is token ids, rows and numbers."""
 
@@ -181,7 +196,7 @@ class Request:
     plan: PromptPlan
     positions: Positions
     inputs: tuple[EncoderInput, ...]
-    """One per item of the plan, in the same order."""
+    """One per item of the plan, in the same order; or none with ``resume``, and the prompt cannot be computed here."""
     sampling: Sampling
     """With its seed filled in."""
     stopping: Stopping
@@ -195,3 +210,8 @@ class Request:
     """What the answer must match; it then ends with an end-of-sequence token, whatever ``ignore_eos`` says."""
     adapter: Adapter | None = None
     priority: int = 0
+    export: str | None = None
+    """The session under which the prompt's KV is handed to another engine; the request ends with its first token. Of
+    several outputs all name it."""
+    resume: Resume | None = None
+    """Go on from another engine's work. Of several outputs all do, from one handle."""

@@ -7,12 +7,13 @@ until ``ends``; a plan names the request and says only what is new.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from triptych.core.errors import TriptychError
+    from triptych.core.handles import KvHandle
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
 
@@ -44,18 +45,61 @@ class TokenSlice:
     """Whether the slice reaches the last known token, so that the next one is sampled."""
 
 
+class Copy(NamedTuple):
+    """One KV block's content, once more in the same pool."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fetch another engine's KV. How it ended is heard later, by ``number``."""
+
+    number: int
+    """No other load of this engine has it."""
+    handle: KvHandle
+    moves: tuple[tuple[int, int], ...]
+    """(index into the handle's blocks, block of this pool), each at most once. Perhaps none: the session is then taken,
+    and nothing is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Name the next blocks of one prompt to another engine. It is not done if the request fails in this step."""
+
+    request_id: str
+    session_id: str
+    blocks: tuple[int, ...]
+    """In prompt order; with ``seals`` the last one may be partly filled."""
+    opens: bool
+    """Whether it is the session's first."""
+    seals: bool
+    """Whether it is the session's last."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything that happens in one step. ``encode`` runs before ``tokens``."""
+    """Everything that happens in one step, in the order of the fields."""
 
+    ends: tuple[str, ...] = ()
+    """Requests whose state the runner drops."""
+    evictions: tuple[bytes, ...] = ()
+    """Encoder-cache keys whose rows the runner drops."""
+    withdrawals: tuple[str, ...] = ()
+    """Sessions that nobody shall take any more; the transport may not know them."""
+    cancels: tuple[int, ...] = ()
+    """Loads that nobody wants any more; they end all the same."""
+    copies: tuple[Copy, ...] = ()
+    scrubs: tuple[int, ...] = ()
+    """Blocks that may hold anything: their numbers are made finite."""
+    loads: tuple[Load, ...] = ()
+    """They are begun, and go on by themselves."""
     starts: tuple[Request, ...] = ()
     """Requests that the runner has not seen before."""
-    ends: tuple[str, ...] = ()
-    """Requests whose state the runner drops, before anything else happens."""
-    evictions: tuple[bytes, ...] = ()
-    """Encoder-cache keys whose rows the runner drops, before it encodes."""
     encode: tuple[EncodeTask, ...] = ()
     tokens: tuple[TokenSlice, ...] = ()
+    stores: tuple[Store, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +120,5 @@ class StepResult:
     """Request id to the reason; nothing of a failed request was committed."""
     encode_seconds: float = 0.0
     token_seconds: float = 0.0
+    stored: Mapping[str, KvHandle | None] = field(default_factory=dict)
+    """Session id to its handle, or None while it is not sealed, for every store that was done."""

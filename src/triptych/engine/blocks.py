@@ -15,10 +15,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from triptych.core.errors import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from triptych.engine.journal import KvJournal
 
@@ -49,6 +53,7 @@ class BlockPool:
         "_block_of",
         "_evictions",
         "_free",
+        "_generations",
         "_hash_of",
         "_journal",
         "_reclaimable",
@@ -64,6 +69,7 @@ class BlockPool:
         # Block 0 is handed out first: low ids stay warm in a pool that is mostly empty.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._reclaimable: OrderedDict[int, None] = OrderedDict()
+        self._generations = np.zeros(num_blocks, np.int64)
         self._allocations = 0
         self._shares = 0
         self._evictions = 0
@@ -72,6 +78,17 @@ class BlockPool:
     def total(self) -> int:
         """Blocks in the pool."""
         return len(self._references)
+
+    @property
+    def generations(self) -> npt.NDArray[np.int64]:
+        """[num_blocks]: how often each block was given to new content; a view that nobody can write to.
+
+        It has changed before the block can get its new content: whoever reads a block without holding it compares
+        what stood here before and after.
+        """
+        view = self._generations.view()
+        view.setflags(write=False)
+        return view
 
     @property
     def available(self) -> int:
@@ -99,6 +116,7 @@ class BlockPool:
                 self._unlist(block)
                 self._evictions += 1
             self._references[block] = 1
+            self._generations[block] += 1
             blocks.append(block)
         self._allocations += count
         return tuple(blocks)
@@ -110,6 +128,10 @@ class BlockPool:
     def idle(self, blocks: Sequence[int]) -> int:
         """How many of these blocks nobody holds: sharing them makes that many fewer available."""
         return sum(1 for block in blocks if not self._references[block])
+
+    def holds(self, block: int) -> bool:
+        """Whether anybody holds the block."""
+        return self._references[block] > 0
 
     def share(self, blocks: Sequence[int]) -> None:
         """Take one more reference on blocks that ``find`` returned, or that another table holds.

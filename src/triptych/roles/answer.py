@@ -8,14 +8,14 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from triptych.core.events import Event, Failed, Finished, FinishReason, Prompt, Span, Tokens, Usage
+from triptych.core.errors import Cancelled
+from triptych.core.events import Admitted, EngineEvent, Event, Failed, Finished, FinishReason, Prompt, Span, Tokens, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from triptych.core.errors import TriptychError
     from triptych.core.logprobs import TokenLogprob
-    from triptych.media.admission import Ticket
     from triptych.roles.output import Output
 
 MAX_JOINED_ENTRIES = 100_000
@@ -50,13 +50,15 @@ class AnswerStream:
         """Whether a terminal event was pushed."""
         self.closed = False
         """Whether the caller has left."""
-        self.ticket: Ticket | None = None
-        """The place in line for media preparation."""
         self.prepared: Span | None = None
         """The time before the engine had the request, in monotonic seconds."""
         self._outputs = {output.serial: output for output in outputs}
         self._abort = abort
         self._on_close = on_close
+        self._decided = asyncio.Event()
+        """Whether it is known that the engine has taken the request up, or that it never will."""
+        self._refusal: TriptychError | None = None
+        """Why it never will."""
         self._events: deque[Prompt | Finished | Failed | _Pile] = deque()
         self._piles: dict[int, _Pile] = {}
         """By output: the pile among the events that its next delta may join."""
@@ -66,12 +68,14 @@ class AnswerStream:
         """Whether an answer can still reach somebody; from any thread."""
         return not (self.ended or self.closed)
 
-    def push(self, event: Event) -> None:
+    def push(self, event: EngineEvent) -> None:
         """Take one event of the engine about one of the outputs; after the end nothing more is taken."""
         output = self._outputs[event.request_id]
         if self.ended or output.ended:
             return
         match event:
+            case Admitted():
+                self._decided.set()
             case Prompt():
                 self._put(Prompt(self.request_id, event.token_ids, event.logprobs))
             case Tokens():
@@ -89,9 +93,19 @@ class AnswerStream:
     def fail(self, error: TriptychError) -> None:
         """End the whole request; outputs that go on in the engine are ended there."""
         if not self.ended:
-            self.ended = True
+            self._end(error)
             self._put(Failed(self.request_id, error))
             self.leave_engine()
+
+    async def admission(self) -> None:
+        """Wait until the engine has taken up what another one began, and says so.
+
+        Raises:
+            TriptychError: it never will; the answer is still to be closed.
+        """
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
 
     def cancel(self) -> None:
         """End every output of a request that the engine has not yet."""
@@ -114,9 +128,15 @@ class AnswerStream:
         if tail is not None:
             self._pile(tail)
         if all(other.ended for other in self._outputs.values()):
-            self.ended = True
+            self._end(Cancelled("the request was ended before the engine had taken it up"))
             finished = replace(finished, usage=self._usage(), spans=self._spans())
         self._put(finished)
+
+    def _end(self, refusal: TriptychError) -> None:
+        self.ended = True
+        if not self._decided.is_set():
+            self._refusal = refusal
+            self._decided.set()
 
     def _usage(self) -> Usage:
         """Of all outputs: the prompt was computed once, by the first."""

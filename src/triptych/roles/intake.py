@@ -104,8 +104,6 @@ class Draft(NamedTuple):
     grammar: Grammar | None
     arrival: float
     """Monotonic seconds."""
-    ticket: Ticket | None
-    """The place in line for media preparation; None without media. Whoever holds the draft prepares or gives up."""
 
 
 class Prepared(NamedTuple):
@@ -135,7 +133,7 @@ class Intake:
         self._text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
 
     async def validate(self, request: GenerateRequest, arrival: float) -> Draft:
-        """Check everything that needs no media, and take a place in line where there are some.
+        """Check everything that needs no media.
 
         Raises:
             TriptychError: the request is refused and nothing is held.
@@ -157,8 +155,17 @@ class Intake:
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
         self._check_logprobs(request, len(token_ids), expanded=not request.media)
         grammar = None if request.guide is None else await self._compile(request.guide)
-        ticket = self.admission.enter() if request.media else None
-        return Draft(request, token_ids, adapter, grammar, arrival, ticket)
+        return Draft(request, token_ids, adapter, grammar, arrival)
+
+    def line_up(self, request: GenerateRequest) -> Ticket | None:
+        """A place in line for the preparation of the media; None where there are none.
+
+        Whoever takes it prepares the request, or gives it up and leaves.
+
+        Raises:
+            Overloaded: the line is full.
+        """
+        return self.admission.enter() if request.media else None
 
     async def _compile(self, guide: Guide) -> Grammar:
         if self.compiler is None:
@@ -214,7 +221,7 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
 
-    async def prepare(self, draft: Draft, wanted: Callable[[], bool]) -> Request:
+    async def prepare(self, draft: Draft, ticket: Ticket | None, wanted: Callable[[], bool]) -> Request:
         """Open the media, expand the prompt and position it.
 
         Run it in a task of its own and let that task end: cancelling it would give the permit back while a
@@ -224,15 +231,15 @@ class Intake:
             Cancelled: nobody wants it any more.
             TriptychError: this request fails; the message names the item.
         """
-        if draft.ticket is None:
+        if ticket is None:
             return self._request(draft, self._plan(draft, []))
         try:
-            if not await draft.ticket.wait():
+            if not await ticket.wait():
                 raise Cancelled("ended while waiting for media preparation")
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._media_pool, self._prepare_media, draft, wanted)
         finally:
-            draft.ticket.leave()
+            ticket.leave()
 
     def _prepare_media(self, draft: Draft, wanted: Callable[[], bool]) -> Request:
         budget = RequestBudget(self._front.limits)

@@ -9,6 +9,8 @@ from triptych.core.events import Finished, FinishReason, StopText, Tokens, Usage
 from triptych.roles.visible_text import visible_texts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from triptych.core.events import Span
     from triptych.core.request import GenerateRequest
     from triptych.roles.visible_text import VisibleText
@@ -80,11 +82,12 @@ class Output:
         return OutputEnd(tail, Finished(self._request_id, reason, None, stop, output_index=self.index))
 
 
-def outputs_of(request: GenerateRequest, number: int, tokenizer: Tokenizer) -> tuple[Output, ...]:
-    """The outputs of the request that an engine knows by ``number``."""
+def outputs_of(request: GenerateRequest, serials: Sequence[str], tokenizer: Tokenizer) -> tuple[Output, ...]:
+    """The outputs of the request that an engine knows by ``serials``."""
     count, shown = request.num_sequences, request.detokenize
     read = shown or bool(request.stopping.stop_strings)
     texts = visible_texts(tokenizer, request.stopping, count) if read else (None,) * count
     return tuple(
-        Output(request.request_id, index, f"{number}.{index}", text, shown=shown) for index, text in enumerate(texts)
+        Output(request.request_id, index, serial, text, shown=shown)
+        for index, (serial, text) in enumerate(zip(serials, texts, strict=True))
     )

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
-from triptych.core.errors import Internal, InvalidRequest, Overloaded, PromptTooLong, Status, TriptychError
+from triptych.core.config import KIB, MIB
+from triptych.core.errors import Internal, Overloaded, PromptTooLong, Status, TriptychError
 from triptych.core.events import Event, Failed, Finished, is_terminal
 from triptych.rpc.metadata import CallMetadata, read_metadata
+from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
 from triptych.rpc.watchdog import STALL_SECONDS, Watchdog, give_up
-from triptych.wire.choices import refuse_two_choices
 from triptych.wire.codec import decode_request
 from triptych.wire.codec_events import (
     LARGE_EVENT,
@@ -33,14 +35,18 @@ from triptych.wire.codec_events import (
     write_event,
 )
 from triptych.wire.gen import generation_pb2 as pb
-from triptych.wire.limits import LARGE_MESSAGE
-from triptych.wire.status import UNREADABLE, as_typed, kind_trailers
+from triptych.wire.limits import LARGE_MESSAGE, MAX_MESSAGE
+from triptych.wire.scan import Limits
+from triptych.wire.status import as_typed, kind_trailers
 
 if TYPE_CHECKING:
     from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
 
 log = logging.getLogger(__name__)
+
+_ID_BYTES = 10
+"""The most that one packed token id takes."""
 
 
 class Accepted(NamedTuple):
@@ -65,6 +71,10 @@ class Inference:
         self._role = role
         self._stall_seconds = stall_seconds
         self._calls: set[asyncio.Task[None]] = set()
+        # One thread each way: protobuf holds the interpreter's lock, and several threads that want it would make the
+        # event loop wait for all of them.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server hand its calls over, as bytes both ways: reading and writing what is large takes a while."""
@@ -87,6 +97,8 @@ class Inference:
         """Wait until every call that was cancelled is over and cleaned up."""
         while self._calls:
             await asyncio.wait(self._calls)
+        self._reader.shutdown()
+        self._writer.shutdown()
 
     async def _serve(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -107,7 +119,11 @@ class Inference:
         metadata = read_metadata(context.invocation_metadata() or ())
         limit = self._role.model.max_context
         large = len(data) >= LARGE_MESSAGE
-        request = await asyncio.to_thread(_read, data, metadata, limit) if large else _read(data, metadata, limit)
+        if large:
+            loop = asyncio.get_running_loop()
+            request = await loop.run_in_executor(self._reader, _read, data, metadata, limit)
+        else:
+            request = _read(data, metadata, limit)
         return Accepted(request.request_id, await self._role.accept(request))
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
@@ -133,7 +149,7 @@ class Inference:
     ) -> None:
         while True:
             for part in await _next(request_id, answer):
-                written = await _write(part, answer)
+                written = await self._write(part, answer)
                 await watchdog.watch(context.write(written.data))
                 if is_terminal(written.event):
                     _set_trailers(written.event, context)
@@ -143,6 +159,17 @@ class Inference:
                     await watchdog.watch(context.write(write_event(stalled)))
                     _set_trailers(stalled, context)
                     return
+
+    async def _write(self, event: Event, answer: Answer) -> Written:
+        """The event as a message; where that cannot be had, the failure that ends the request instead."""
+        try:
+            if event_entries(event) < LARGE_EVENT:
+                return Written(event, write_event(event, answer.token_text))
+            loop = asyncio.get_running_loop()
+            return Written(event, await loop.run_in_executor(self._writer, write_event, event, answer.token_text))
+        except Exception as error:
+            failed = Failed(event.request_id, typed(error))
+        return Written(failed, write_event(failed))
 
     def _stalled(self) -> Overloaded:
         return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
@@ -155,16 +182,26 @@ class Inference:
         return closing
 
 
+def _limits(max_context: int) -> Limits:
+    """Sizes of a request's fields, all before one object is made of them."""
+    return Limits(
+        MIB,
+        {
+            "media": MAX_MESSAGE,
+            # A token is seldom more than a few characters; whoever sends many more is told by the tokenizer's bound.
+            "prompt": 64 * max_context + MIB,
+            "token_ids": _ID_BYTES * max_context + KIB,
+            "kv": 4 * MIB,
+        },
+    )
+
+
 def _read(data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
-    try:
-        message = pb.GenerateRequest.FromString(data)
-    except UNREADABLE:
-        raise InvalidRequest("the bytes are no GenerateRequest") from None
+    message = parse(pb.GenerateRequest, data, _limits(max_context))
     # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
     tokens = len(message.token_ids.ids)
     if tokens > max_context:
         raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
-    refuse_two_choices(data, pb.GenerateRequest)
     return decode_request(message, priority=metadata.priority)
 
 
@@ -183,17 +220,6 @@ async def _next(request_id: str, answer: Answer) -> tuple[Event, ...]:
     except Exception as failure:
         error = typed(failure)
     return (Failed(request_id, error),)
-
-
-async def _write(event: Event, answer: Answer) -> Written:
-    """The event as a message; where that cannot be had, the failure that ends the request instead."""
-    try:
-        if event_entries(event) < LARGE_EVENT:
-            return Written(event, write_event(event, answer.token_text))
-        return Written(event, await asyncio.to_thread(write_event, event, answer.token_text))
-    except Exception as error:
-        failed = Failed(event.request_id, typed(error))
-    return Written(failed, write_event(failed))
 
 
 def _set_trailers(event: Event, context: grpc.aio.ServicerContext) -> None:

@@ -1,11 +1,11 @@
-"""The small requests of Control, from bytes."""
+"""Requests from bytes: looked at first, then parsed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
 from triptych.core.errors import InvalidRequest
-from triptych.wire.choices import refuse_two_choices
+from triptych.wire.scan import Limits, scan
 from triptych.wire.status import UNREADABLE
 
 if TYPE_CHECKING:
@@ -13,21 +13,18 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound="Message")
 
-MAX_BYTES = 4 * 1024 * 1024
-"""Far above any of them; the event loop reads them, and they are repeated in messages of errors."""
+CONTROL = Limits(16 * 1024, {"kv_session": 4 * 1024 * 1024, "encoder_cache": 128 * 1024})
+"""Of requests of Control: names, paths, and references that engines have made. They are repeated in messages."""
 
 
-def parse(kind: type[Kind], data: bytes) -> Kind:
+def parse(kind: type[Kind], data: bytes, limits: Limits = CONTROL) -> Kind:
     """A message of the class.
 
     Raises:
-        InvalidRequest: the bytes are none, or too many, or make a choice twice.
+        InvalidRequest: the bytes are none, or hold too many or too large fields, or make a choice twice.
     """
-    if len(data) > MAX_BYTES:
-        raise InvalidRequest(f"the {kind.DESCRIPTOR.name} has {len(data)} bytes; at most {MAX_BYTES}")
+    scan(data, kind, limits)
     try:
-        message = kind.FromString(data)
+        return kind.FromString(data)
     except UNREADABLE:
         raise InvalidRequest(f"the bytes are no {kind.DESCRIPTOR.name}") from None
-    refuse_two_choices(data, kind)
-    return message

@@ -54,7 +54,7 @@ class KvFileWriter:
     """Appends blocks of a pool to an empty file."""
 
     def __init__(self, descriptor: int, memory: Bytes) -> None:
-        """Write ``memory``, [num_blocks, block_bytes], into the file behind ``descriptor``, which stays the caller's."""
+        """From ``memory``, [num_blocks, block_bytes], into the file behind ``descriptor``, which stays the caller's."""
         self._descriptor = descriptor
         self._memory = memory
         self._digests = bytearray()
@@ -120,8 +120,8 @@ class KvFileReader:
         targets = [move.target for move in moves]
         at = 0
         for run in runs(move.source for move in moves):
-            self._read(_views(memory, targets[at : at + run.count]), run.first * self._block_bytes)
-            at += run.count
+            self._read(_views(memory, targets[at : at + run.length]), run.first * self._block_bytes)
+            at += run.length
         for source, target in moves:
             expected = self._digests[source * DIGEST_BYTES : (source + 1) * DIGEST_BYTES]
             if blake3(memory[target]).digest(DIGEST_BYTES) != expected:
@@ -148,12 +148,10 @@ def _head(handle: KvHandle) -> bytes:
 
 def _views(memory: Bytes, blocks: Sequence[int]) -> list[Bytes | memoryview]:
     """Rows of ``memory``, neighbours as one buffer."""
-    return [memory[run.first : run.first + run.count].reshape(-1) for run in runs(blocks)]
+    return [memory[run.first : run.first + run.length].reshape(-1) for run in runs(blocks)]
 
 
-def _transfer(
-    call: Callable[[int, list[Bytes | memoryview], int], int], descriptor: int, views: list[Bytes | memoryview], at: int
-) -> int:
+def _transfer(call: Callable[..., int], descriptor: int, views: list[Bytes | memoryview], at: int) -> int:
     """Repeat ``call`` until every view was served or the file has ended; the bytes transferred."""
     total = 0
     while views:

@@ -17,7 +17,7 @@ class Run(NamedTuple):
     """Blocks that follow each other."""
 
     first: int
-    count: int
+    length: int
 
 
 def check_moves(handle: KvHandle, moves: Sequence[Move], pool: KvPool) -> None:

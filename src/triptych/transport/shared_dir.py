@@ -1,4 +1,4 @@
-"""A private directory through which processes of one host hand files over. A file's name says whose it is:
+"""A private directory through which processes of one host hand files over. A file's name says whose it is.
 
     KEY.OWNER.part     OWNER is writing it
     KEY.OWNER.ready    whoever renames it has it
@@ -146,7 +146,10 @@ class SharedDirectory:
         self._collected = now
         with contextlib.suppress(OSError):  # what cannot be removed now can be later
             for name in self._orphans():
-                self.remove(name)
+                if _ALIVE.fullmatch(name):
+                    self._bury(name)
+                else:
+                    self.remove(name)
         return pace
 
     def close(self) -> None:
@@ -187,12 +190,24 @@ class SharedDirectory:
             except FileExistsError:
                 if self.is_alive(self.owner):
                     raise
-                self.remove(name)
+                self._bury(name)
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
-            os.close(descriptor)  # somebody took it for a dead one's before it was locked
+            os.close(descriptor)  # buried between the two lines above
+
+    def _bury(self, name: str) -> None:
+        """Remove the sign of life of someone dead. Locked meanwhile, so that nobody comes alive by it."""
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.remove(name)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(descriptor)
 
 
 def _open_private(path: Path) -> int:

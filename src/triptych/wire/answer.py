@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from triptych.core.errors import Cancelled, Draining, Internal, TriptychError
-from triptych.core.events import Event, Failed, Finished, Prompt, Tokens, Usage, is_terminal
+from triptych.core.events import Event, Failed, Finished, PrefillReady, Prompt, Tokens, Usage, is_terminal
 from triptych.wire.codec_events import decode_event, spans_in
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.limits import LARGE_MESSAGE
@@ -114,6 +114,7 @@ class _Order:
     def __init__(self, request: GenerateRequest) -> None:
         self._outputs = request.num_sequences
         self._prompt = request.logprobs.prompt
+        self._handoff = request.handoff
         self._finished: set[int] = set()
 
     def read(self, data: bytes) -> Event:
@@ -141,6 +142,9 @@ class _Order:
                 self._finished.add(index)
                 last = len(self._finished) == self._outputs
                 return replace(event, usage=(usage or Usage(0, 0, 0)) if last else None)
+            case PrefillReady():
+                if not self._handoff:
+                    raise Internal("the engine handed the prompt over (prefill_ready), and an answer was asked for")
         return event
 
     def _refuse_finished(self, index: int) -> None:

@@ -6,15 +6,20 @@ ignored in silence. What needs a model (ids within the vocabulary, placeholders,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from triptych.core.errors import InvalidRequest, MediaError, RoleMismatch, UnsupportedFeature
+from triptych.core.errors import Internal, InvalidRequest, MediaError, UnsupportedFeature
 from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
 from triptych.core.request import MAX_STOP_CONDITIONS, CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.core.session import KvSession, SealedSession, Session
 from triptych.wire.codec_guide import decode_guide, encode_guide
 from triptych.wire.codec_logprobs import decode_options, encode_options
+from triptych.wire.codec_session import seal, unseal
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.modality import MODALITIES, NUMBERS
+
+if TYPE_CHECKING:
+    from triptych.wire.codec_session import SessionCodec
 
 MAX_MEDIA_ITEMS = 1024
 """Above any configured limit: a message of a million empty items must not occupy the event loop."""
@@ -32,13 +37,20 @@ _SAMPLING_FIELDS = (
 _STOPPING_FIELDS = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_output")
 
 
-def decode_request(message: pb.GenerateRequest, *, priority: int = 0) -> GenerateRequest:
-    """Read a request. Its priority travels beside the message, as metadata of the call.
+def decode_request(
+    message: pb.GenerateRequest, *, priority: int = 0, sessions: SessionCodec | None = None
+) -> GenerateRequest:
+    """Read a request.
+
+    Args:
+        message: what came.
+        priority: travels beside it, as metadata of the call.
+        sessions: reads a session; None leaves it sealed.
 
     Raises:
         InvalidRequest: a field is absent or wrong; the message names it.
         UnsupportedFeature: a field asks for a part of the contract that is not offered; the message names it.
-        RoleMismatch: the request is one leg of a disaggregated one.
+        Unauthenticated: the session is not signed with this engine's secret.
     """
     _refuse_unsupported(message)
     kind = message.WhichOneof("input")
@@ -52,18 +64,19 @@ def decode_request(message: pb.GenerateRequest, *, priority: int = 0) -> Generat
         sampling=_decode_sampling(message.sampling),
         stopping=_decode_stopping(message.stopping),
         cache=CacheOptions(bypass_prefix_cache=message.kv.bypass_prefix_cache, salt=message.kv.cache_salt),
-        detokenize=_decode_extra(message),
+        detokenize=_decode_detokenize(message),
         num_sequences=_decode_num_sequences(message.sampling),
         logprobs=decode_options(message.response),
         guide=decode_guide(message.guided),
         lora_name=message.lora_name,
         priority=priority,
+        session=_decode_session(message, sessions),
+        handoff=_decode_handoff(message),
     )
 
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     asked = {
-        "kv.session": message.kv.HasField("session"),
         "media_options": len(message.media_options.fields),
         "encoder": message.HasField("encoder"),
         "encoder_cache": len(message.encoder_cache),
@@ -139,13 +152,33 @@ def _decode_source(index: int, item: pb.MediaItem) -> MediaSource:
             raise MediaError(index, "the source is absent: set url, data_uri or raw_bytes")
 
 
-def _decode_extra(message: pb.GenerateRequest) -> bool:
-    """Check the keys of ``extra`` that are known, ignore the others; returns ``detokenize``."""
+def _decode_session(message: pb.GenerateRequest, sessions: SessionCodec | None) -> Session | None:
+    if not message.kv.HasField("session"):
+        return None
+    return seal(message.kv.session) if sessions is None else sessions.decode(message.kv.session)
+
+
+def _decode_handoff(message: pb.GenerateRequest) -> bool:
+    """Whether only the first leg of the request is asked for. Keys of ``extra`` that are not known are ignored."""
+    fields = message.extra.fields
+    if "request_type" not in fields:
+        return False
+    match fields["request_type"].string_value:
+        case "context_only":
+            return True
+        case "context_and_generation":
+            return False
+        case "generation_only" if message.kv.HasField("session"):
+            return False
+        case "generation_only":
+            raise InvalidRequest("extra.request_type is 'generation_only', and kv.session is absent")
+    raise InvalidRequest("extra.request_type must be 'context_only', 'context_and_generation' or 'generation_only'")
+
+
+def _decode_detokenize(message: pb.GenerateRequest) -> bool:
     fields = message.extra.fields
     if "conversation_id" in fields and fields["conversation_id"].WhichOneof("kind") != "string_value":
         raise InvalidRequest("extra.conversation_id must be a string")
-    if "request_type" in fields and fields["request_type"].string_value != "context_and_generation":
-        raise RoleMismatch("extra.request_type asks for one leg of a request; this engine runs requests whole")
     if "detokenize" not in fields:
         return True
     if fields["detokenize"].WhichOneof("kind") != "bool_value":
@@ -190,6 +223,13 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
         encode_guide(request.guide, message.guided)
     message.lora_name = request.lora_name
     message.extra.fields["detokenize"].bool_value = request.detokenize
+    if request.handoff:
+        message.extra.fields["request_type"].string_value = "context_only"
+    match request.session:
+        case SealedSession() as session:
+            unseal(session, message.kv.session)
+        case KvSession():
+            raise Internal("a session that was read goes no further; a request carries it sealed")
     return message
 
 

@@ -15,6 +15,7 @@ from triptych.core.events import (
     Failed,
     Finished,
     FinishReason,
+    PrefillReady,
     Prompt,
     Span,
     StopMatch,
@@ -23,7 +24,9 @@ from triptych.core.events import (
     Tokens,
     Usage,
 )
+from triptych.core.session import KvSession, SealedSession
 from triptych.wire.codec_logprobs import decode_token, encode_token
+from triptych.wire.codec_session import seal, unseal
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.limits import MAX_MESSAGE
 from triptych.wire.status import from_message, to_message
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from triptych.core.logprobs import TokenLogprob
+    from triptych.core.session import Session
+    from triptych.wire.codec_session import SessionCodec
+    from triptych.wire.gen import kv_pb2
 
 TokenText = Callable[[int], str]
 """What a token adds to a text."""
@@ -41,6 +47,8 @@ LARGE_EVENT = 2000
 candidate, of about 25 bytes."""
 LARGE_DELTA = 200_000
 """Entries up to which a delta goes as one message."""
+PLAN_TOKENS = 8
+"""Tokens of a session's plan, and candidates of its first tokens, that take as long as an entry."""
 PROMPT_PIECE = 20_000
 """Entries that are written in one go."""
 
@@ -73,6 +81,8 @@ def split_event(event: Event) -> tuple[Event, ...]:
 
 def event_entries(event: Event) -> int:
     """How many tokens an event has, candidates included."""
+    if isinstance(event, PrefillReady):
+        return 1 + _session_numbers(event.session) // PLAN_TOKENS
     if not isinstance(event, Tokens | Prompt):
         return 1
     return len(event.token_ids) + sum(map(_candidates, event.logprobs))
@@ -82,12 +92,20 @@ def _candidates(logprob: TokenLogprob | None) -> int:
     return 0 if logprob is None or logprob.candidates is None else len(logprob.candidates.token_ids)
 
 
-def write_event(event: Event, token_text: TokenText | None = None) -> bytes:
+def _session_numbers(session: Session) -> int:
+    if isinstance(session, SealedSession):
+        return 0
+    plan = 0 if session.plan is None else len(session.plan)
+    return plan + sum(_candidates(first.logprob) for first in session.first)
+
+
+def write_event(event: Event, token_text: TokenText | None = None, sessions: SessionCodec | None = None) -> bytes:
     """An event's message as bytes; from any thread.
 
     Args:
         event: what to write. Spans do not travel in it; see ``encode_spans``.
         token_text: what each token adds to a text; None leaves the words of tokens empty.
+        sessions: writes those of this engine; one that is only handed on needs none.
 
     Raises:
         InvalidRequest: log probabilities that were asked for are too much for one message.
@@ -96,7 +114,7 @@ def write_event(event: Event, token_text: TokenText | None = None) -> bytes:
     pieces: list[bytes] = []
     size = 0
     for part in parts:
-        pieces.append(encode_event(part, token_text).SerializeToString())
+        pieces.append(encode_event(part, token_text, sessions).SerializeToString())
         size += len(pieces[-1])
         if size > MAX_MESSAGE:
             raise InvalidRequest(
@@ -126,7 +144,9 @@ def _prompt_part(event: Prompt, start: int, end: int) -> Prompt:
     return Prompt(event.request_id, event.token_ids[start:end], event.logprobs[start:end])
 
 
-def encode_event(event: Event, token_text: TokenText | None = None) -> pb.GenerateResponse:
+def encode_event(
+    event: Event, token_text: TokenText | None = None, sessions: SessionCodec | None = None
+) -> pb.GenerateResponse:
     """Write an event; see ``write_event``."""
     message = pb.GenerateResponse(request_id=event.request_id)
     words = token_text or _no_words
@@ -145,10 +165,10 @@ def encode_event(event: Event, token_text: TokenText | None = None) -> pb.Genera
             if stop is not None:
                 message.finished.stop_match.CopyFrom(_encode_stop(stop))
             if usage is not None:
-                message.usage.prompt_tokens = usage.prompt_tokens
-                message.usage.completion_tokens = usage.completion_tokens
-                message.usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
-                message.usage.cached_prompt_tokens = usage.cached_prompt_tokens
+                _encode_usage(usage, message.usage)
+        case PrefillReady(session=session, usage=usage):
+            _encode_session(session, message.prefill_ready.kv_session, sessions)
+            _encode_usage(usage, message.usage)
         case Failed(error=error):
             message.error.CopyFrom(to_message(error))
     return message
@@ -156,6 +176,23 @@ def encode_event(event: Event, token_text: TokenText | None = None) -> pb.Genera
 
 def _no_words(_: int) -> str:
     return ""
+
+
+def _encode_usage(usage: Usage, message: pb.Usage) -> None:
+    message.prompt_tokens = usage.prompt_tokens
+    message.completion_tokens = usage.completion_tokens
+    message.total_tokens = usage.prompt_tokens + usage.completion_tokens
+    message.cached_prompt_tokens = usage.cached_prompt_tokens
+
+
+def _encode_session(session: Session, message: kv_pb2.KvSessionRef, sessions: SessionCodec | None) -> None:
+    match session:
+        case SealedSession():
+            unseal(session, message)
+        case KvSession() if sessions is not None:
+            message.CopyFrom(sessions.encode(session))
+        case _:
+            raise Internal("a session was made by an engine that cannot hand one over")
 
 
 def _encode_stop(stop: StopMatch) -> pb.StopMatch:
@@ -184,6 +221,8 @@ def decode_event(message: pb.GenerateResponse, outputs: int = 1) -> Event:
             return _decode_tokens(message, _output_index(message.token, outputs))
         case "finished":
             return _decode_finished(message, _output_index(message.finished, outputs))
+        case "prefill_ready":
+            return _decode_prefill_ready(message)
         case "error":
             return Failed(message.request_id, from_message(message.error))
         case None:
@@ -210,19 +249,28 @@ def _decode_tokens(message: pb.GenerateResponse, output_index: int) -> Tokens:
 
 
 def _decode_finished(message: pb.GenerateResponse, output_index: int) -> Finished:
-    finished, usage = message.finished, message.usage
+    finished = message.finished
     reason = _REASONS.get(finished.reason)
     if reason is None:
         raise Internal(f"the engine finished for an unknown reason, number {finished.reason}")
     return Finished(
         request_id=message.request_id,
         reason=reason,
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens)
-        if message.HasField("usage")
-        else None,
+        usage=_decode_usage(message.usage) if message.HasField("usage") else None,
         stop=_decode_stop(finished.stop_match),
         output_index=output_index,
     )
+
+
+def _decode_prefill_ready(message: pb.GenerateResponse) -> PrefillReady:
+    session = message.prefill_ready.kv_session
+    if not session.session_id:
+        raise Internal("the engine sent a session without its id")
+    return PrefillReady(message.request_id, seal(session), _decode_usage(message.usage))
+
+
+def _decode_usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_prompt_tokens)
 
 
 def _decode_stop(message: pb.StopMatch) -> StopMatch | None:

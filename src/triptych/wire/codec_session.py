@@ -6,7 +6,6 @@ through JSON, and put it together again. Other attributes are somebody else's an
 
 from __future__ import annotations
 
-import binascii
 import re
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from triptych.core.errors import InvalidRequest, Unauthenticated
 from triptych.core.handles import MAX_HANDLE_STATE, KvHandle, KvLayout
 from triptych.core.session import KvSession, SealedSession
+from triptych.wire.base64_text import from_base64, to_base64
 from triptych.wire.first_tokens import decode_first, encode_first
 from triptych.wire.gen import kv_pb2 as pb
 from triptych.wire.portable_plan import decode_plan, encode_plan
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 HANDOFF_PROFILE = "triptych.prompt_plan.v1"
 """Names this contract where there is a field for it; clients between the engines may lose it."""
-MAX_SESSION_BYTES = 3_000_000
-"""Of a session as a message; what the clients in between are known to carry."""
+MAX_SENT_BYTES = 3_000_000
+"""Of a session as a message when it leaves; what the clients in between are known to carry."""
+MAX_SESSION_BYTES = 3 * 1024 * 1024
+"""The same when it arrives: there is room for what they add."""
 MAX_ATTRIBUTES = 256
 MAX_ENDPOINTS = 16
 MAX_NAME_BYTES = 256
@@ -85,9 +87,9 @@ class SessionCodec:
         for key, value in attributes.items():
             message.attributes_struct.fields[key].string_value = value
         size = message.ByteSize()
-        if size > MAX_SESSION_BYTES:
+        if size > MAX_SENT_BYTES:
             raise InvalidRequest(
-                f"the session has {size} bytes and can have {MAX_SESSION_BYTES}; ask for fewer candidates with "
+                f"the session has {size} bytes and can have {MAX_SENT_BYTES}; ask for fewer candidates with "
                 "response.output_candidates"
             )
         return message
@@ -119,7 +121,8 @@ class SessionCodec:
         content = signed_content(message, own)
         if self._signer is not None and not self._signer.matches(content, signature):
             raise Unauthenticated(
-                f"kv.session: its signature is {'wrong' if signature else 'absent'}; both engines need the same hand-off secret"
+                f"kv.session: its signature is {'wrong' if signature else 'absent'}; "
+                "both engines need the same hand-off secret"
             )
         version = own.pop(_VERSION_KEY)
         if version != _VERSION:
@@ -130,14 +133,7 @@ class SessionCodec:
 
 
 def seal(message: pb.KvSessionRef) -> SealedSession:
-    """A session that is only handed on.
-
-    Raises:
-        InvalidRequest: it is too large.
-    """
-    size = message.ByteSize()
-    if size > MAX_SESSION_BYTES:
-        raise InvalidRequest(f"kv.session has {size} bytes; at most {MAX_SESSION_BYTES}")
+    """A session that is only handed on."""
     return SealedSession(message.session_id, message.SerializeToString())
 
 
@@ -153,8 +149,8 @@ def _attributes(session: KvSession) -> dict[str, str]:
         "triptych_instance": handle.instance_id,
         "triptych_layout": " ".join(map(str, astuple(handle.layout))),
         "triptych_blocks": str(handle.blocks),
-        "triptych_state": _base64(handle.state),
-        "triptych_first": _base64(encode_first(session.first)),
+        "triptych_state": to_base64(handle.state),
+        "triptych_first": to_base64(encode_first(session.first)),
         "triptych_seed": str(session.seed),
         "triptych_cached": str(session.cached_prompt_tokens),
         "triptych_model": session.model.hex(),
@@ -165,10 +161,6 @@ def _attributes(session: KvSession) -> dict[str, str]:
     if plan is not None:
         attributes["triptych_plan"] = plan
     return attributes
-
-
-def _base64(data: bytes) -> str:
-    return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def _own_attributes(message: pb.KvSessionRef) -> dict[str, str]:
@@ -210,8 +202,9 @@ def _session(message: pb.KvSessionRef, own: Mapping[str, str]) -> KvSession:
         blocks=_number(own, "triptych_blocks", 1, 2**31 - 1),
         state=_binary(own, "triptych_state", MAX_HANDLE_STATE),
     )
+    outputs = _binary(own, "triptych_first", MAX_SESSION_BYTES)
     with _named("triptych_first"):
-        first = decode_first(_binary(own, "triptych_first", MAX_SESSION_BYTES))
+        first = decode_first(outputs)
     with _named("triptych_plan"):
         plan = decode_plan(own["triptych_plan"]) if "triptych_plan" in own else None
     cached = _number(own, "triptych_cached", 0, 2**31 - 1)
@@ -246,8 +239,7 @@ def _named(key: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        text = str(error)
-        raise InvalidRequest(text if text.startswith("kv.session") else f"kv.session: {key}: {text}") from None
+        raise InvalidRequest(f"kv.session: {key}: {error}") from None
 
 
 def _text(own: Mapping[str, str], key: str) -> str:
@@ -274,12 +266,11 @@ def _number(own: Mapping[str, str], key: str, least: int, most: int) -> int:
 
 def _binary(own: Mapping[str, str], key: str, most: int) -> bytes:
     text = _text(own, key)
-    if len(text) > (most + 2) // 3 * 4:
-        raise InvalidRequest(f"kv.session: {key} has {len(text)} characters; at most {most} bytes fit into it")
-    try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:
-        raise InvalidRequest(f"kv.session: {key} is not base64") from None
+    size = len(text) // 4 * 3 - text[-2:].count("=")
+    if size > most:
+        raise InvalidRequest(f"kv.session: {key} has {size} bytes; at most {most}")
+    with _named(key):
+        return from_base64(text)
 
 
 def _digest(own: Mapping[str, str], key: str, sizes: tuple[int, ...]) -> bytes:

@@ -30,7 +30,7 @@ _LOGPROB = struct.Struct("<dI")
 _FINISHES = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.CANCELLED}
 _FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items()}
 _NO_STOP, _STOP_ID, _EOS_ID, _STOP_TEXT = range(4)
-_STOPS = {_STOP_ID: StopToken, _EOS_ID: EosToken}
+_STOPS: dict[int, type[StopToken | EosToken]] = {_STOP_ID: StopToken, _EOS_ID: EosToken}
 _CANDIDATE_BYTES = 12
 _MAX_INT32 = 2**31 - 1
 

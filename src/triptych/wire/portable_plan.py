@@ -11,7 +11,6 @@ the rest is written: rows follow from runs and framing, positions from grids and
 
 from __future__ import annotations
 
-import binascii
 import struct
 import zlib
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +20,7 @@ import numpy as np
 from triptych.core.errors import IntegrityError, InvalidRequest
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.plan import PositionRule, PromptPlan
+from triptych.wire.base64_text import from_base64, to_base64
 from triptych.wire.modality import MODALITIES, NUMBERS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def encode_plan(plan: PromptPlan) -> str | None:
         return None
     packed = zlib.compress(_body(plan), _FASTEST)
     data = _HEAD.pack(*head) + packed
-    text = binascii.b2a_base64(data, newline=False).decode("ascii")
+    text = to_base64(data)
     return text if len(text) <= MAX_PLAN_CHARACTERS else None
 
 
@@ -148,10 +148,7 @@ def decode_plan(text: str) -> PromptPlan | None:
     """
     if len(text) > MAX_PLAN_CHARACTERS:
         raise InvalidRequest(f"the plan has {len(text)} characters; at most {MAX_PLAN_CHARACTERS}")
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:
-        raise InvalidRequest("the plan is not base64") from None
+    data = from_base64(text)
     if not data:
         raise InvalidRequest("the plan is empty")
     if data[0] != _VERSION:

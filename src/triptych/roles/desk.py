@@ -1,0 +1,175 @@
+"""What a server deals with: an engine in some role. What becomes of a request is the role's; the rest is here.
+
+accept     -> the role's own file: aggregated, prefill, decode
+events     the engine's thread -> the event loop -> answers, and followers of the cached blocks
+control    aborts, adapters, KV events, load, health
+drain      refuse, wait, abort the rest, stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Protocol
+
+from triptych.core.errors import Draining
+from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
+from triptych.roles.kv_feed import KvFeed
+from triptych.roles.probe import InferenceProbe
+
+if TYPE_CHECKING:
+    from triptych.core.adapter import AdapterInfo
+    from triptych.core.events import Event
+    from triptych.core.kv_events import KvChange
+    from triptych.core.request import GenerateRequest
+    from triptych.engine.loop import Engine
+    from triptych.roles.contract import Answer
+    from triptych.roles.intake import Frontend, Intake
+    from triptych.roles.kv_subscription import Subscription
+    from triptych.roles.live import LiveRequests
+
+
+class Service(Protocol):
+    """What a role does with requests."""
+
+    async def accept(self, request: GenerateRequest) -> Answer:
+        """See ``Role.accept``."""
+        ...
+
+
+class Desk:
+    """Implements ``roles.contract.Role``. Construct it on the event loop that serves; it starts the engine.
+
+    Args:
+        description: the process.
+        frontend: the model.
+        intake: what the service prepares requests with.
+        engine: not yet started.
+        live: the requests of this engine.
+        service: what the role does with them.
+    """
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        frontend: Frontend,
+        intake: Intake,
+        engine: Engine,
+        live: LiveRequests,
+        service: Service,
+    ) -> None:
+        self._description = description
+        self._front = frontend
+        self._intake = intake
+        self._engine = engine
+        self._live = live
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._kv_feed = KvFeed(
+            description.kv_event_buffer, description.kv_event_heartbeat, before=time.time_ns() // 1000
+        )
+        self._drained: asyncio.Task[None] | None = None
+        token = next(iter(frontend.eos_token_ids), 0)
+        self._probe = InferenceProbe(self.accept, frontend.model.served_name, token)
+        engine.start(self._deliver)
+
+    @property
+    def model(self) -> ModelDescription:
+        """The served model."""
+        return self._front.model
+
+    @property
+    def engine(self) -> EngineDescription:
+        """The process."""
+        return self._description
+
+    async def accept(self, request: GenerateRequest) -> Answer:
+        """Validate and admit; see ``Role.accept``."""
+        return await self._service.accept(request)
+
+    def _deliver(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
+        """Called on the engine's thread, once a step."""
+        self._loop.call_soon_threadsafe(self._dispatch, events, kv_changes)
+
+    def _dispatch(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
+        self._live.take(events)
+        self._kv_feed.take(kv_changes, self._live.client_id)
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def abort(self, request_id: str) -> AbortOutcome:
+        """End one request; see ``Role.abort``."""
+        return self._live.abort(request_id)
+
+    async def abort_all(self) -> int:
+        """End every request; returns how many were live."""
+        return self._live.abort_all()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The loaded LoRA adapters."""
+        return self._intake.adapters.infos
+
+    async def load_adapter(self, info: AdapterInfo) -> bool:
+        """Load a LoRA adapter; see ``Role.load_adapter``."""
+        self._live.refuse_if_closed()
+        return await self._intake.adapters.load(info)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Forget a LoRA adapter; see ``Role.unload_adapter``."""
+        return self._intake.adapters.unload(name)
+
+    def subscribe_kv(self, *, snapshot: bool, start: int) -> Subscription:
+        """Follow the cached KV blocks; see ``Role.subscribe_kv``."""
+        self._live.refuse_if_closed()
+        return self._kv_feed.subscribe(snapshot=snapshot, start=start)
+
+    def load(self) -> Load:
+        """How busy the engine is, at most one step old. Each output counts as a request, here as in the engine."""
+        load = self._engine.load()
+        return replace(load, queued_requests=load.queued_requests + self._live.preparing)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Every ledger's counters by ledger name."""
+        intake = self._intake
+        ledgers = {
+            **self._engine.statistics(),
+            "media_admission": asdict(intake.admission.statistics()),
+            "adapters": intake.adapters.statistics(),
+            "kv_events": self._kv_feed.statistics(),
+        }
+        if intake.compiler is not None:
+            ledgers["grammars"] = intake.compiler.statistics()
+        return ledgers
+
+    async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
+        """Named checks; see ``Role.health``."""
+        failure = self._engine.failure
+        if failure is not None:
+            engine = HealthCheck("scheduler", HealthState.NOT_READY, str(failure))
+        elif self._live.draining:
+            engine = HealthCheck("scheduler", HealthState.NOT_READY, "draining")
+        else:
+            engine = HealthCheck("scheduler", HealthState.READY)
+        checks = (engine, HealthCheck("model", HealthState.READY, self.model.served_name))
+        return (*checks, await self._probe.check()) if probe else checks
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    async def drain(self, grace: float) -> None:
+        """Refuse, wait, abort the rest, stop; see ``Role.drain``."""
+        self._live.draining = True
+        self._kv_feed.close()
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain(grace))
+        await asyncio.shield(self._drained)
+
+    async def _drain(self, grace: float) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                await self._live.idle()
+        except TimeoutError:
+            self._live.fail_all(Draining("the engine is shutting down"))
+        await self._live.settled()
+        await asyncio.to_thread(self._engine.stop)
+        await self._intake.close()

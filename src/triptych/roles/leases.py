@@ -1,0 +1,141 @@
+"""Sessions that wait for a decode engine: how long, and how each of them ends.
+
+    grant        a prefill is handed over; from now on its time runs
+    TAKEN        a decode engine has everything
+    expire       nobody came
+    withdraw     nobody will: an abort, a caller who never read of it, the end of the engine
+
+Each ends by the first of these, once. The memory is another matter: only the transport knows when nobody reads it any
+more, and until it says FREE the engine keeps the blocks, whatever became of the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from triptych.core.errors import KvSessionNotFound
+from triptych.roles.contract import AbortOutcome
+from triptych.transport.contract import SessionEvent
+
+REMEMBERED_SESSIONS = 4096
+"""Sessions that are over, which an abort still recognises."""
+
+
+class Keeper(Protocol):
+    """The engine, as far as it keeps blocks for sessions. From any thread; unknown sessions are no error."""
+
+    def withdraw(self, session_id: str) -> None:
+        """Nobody shall begin to take the session."""
+        ...
+
+    def release(self, session_id: str) -> None:
+        """Nobody reads its blocks any more."""
+        ...
+
+
+class _Lease(NamedTuple):
+    """A session that waits."""
+
+    request_id: str
+    """The client's name for the request that it is of."""
+    timer: asyncio.TimerHandle
+
+
+class Leases:
+    """Belongs to the event loop, all but ``tell``.
+
+    Args:
+        engine: keeps the blocks.
+        seconds: how long a session waits.
+    """
+
+    def __init__(self, engine: Keeper, seconds: float) -> None:
+        self._engine = engine
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, _Lease] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()
+        self._counts = Counter(granted=0, taken=0, expired=0, withdrawn=0)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that a decode engine can still take."""
+        return len(self._waiting)
+
+    def grant(self, session_id: str, request_id: str) -> int:
+        """Begin; returns when it ends, in Unix nanoseconds."""
+        timer = self._loop.call_later(self._seconds, self._end, session_id, "expired")
+        self._waiting[session_id] = _Lease(request_id, timer)
+        self._counts["granted"] += 1
+        self._idle.clear()
+        return time.time_ns() + int(self._seconds * 1e9)
+
+    def tell(self, session_id: str, event: SessionEvent) -> None:
+        """What the transport says of a session, from any thread."""
+        with suppress(RuntimeError):  # the loop is closed: the process ends, and its memory with it
+            self._loop.call_soon_threadsafe(self._hear, session_id, event)
+
+    def _hear(self, session_id: str, event: SessionEvent) -> None:
+        match event:
+            case SessionEvent.FREE:
+                self._engine.release(session_id)
+            case SessionEvent.TAKEN:
+                self._end(session_id, "taken")
+
+    def withdraw(self, session_id: str) -> None:
+        """Nobody shall take it; also one that was not granted yet, or is over."""
+        if session_id in self._waiting:
+            self._end(session_id, "withdrawn")
+        else:
+            self._engine.withdraw(session_id)
+
+    def abort(self, session_id: str) -> AbortOutcome:
+        """Withdraw one by its name; see ``Role.abort_session``."""
+        if session_id in self._waiting:
+            self._end(session_id, "withdrawn")
+            return AbortOutcome.ABORTED
+        if session_id in self._over:
+            return AbortOutcome.ALREADY_FINISHED
+        raise KvSessionNotFound(f"no KV session {session_id[:80]!r}")
+
+    def abort_of(self, request_id: str) -> int:
+        """Withdraw those of a request; returns how many waited."""
+        found = [session_id for session_id, lease in self._waiting.items() if lease.request_id == request_id]
+        for session_id in found:
+            self._end(session_id, "withdrawn")
+        return len(found)
+
+    def abort_all(self) -> int:
+        """Withdraw all; returns how many waited."""
+        found = list(self._waiting)
+        for session_id in found:
+            self._end(session_id, "withdrawn")
+        return len(found)
+
+    async def idle(self) -> None:
+        """Wait until none waits."""
+        await self._idle.wait()
+
+    def statistics(self) -> dict[str, float]:
+        """Counts as of now."""
+        return {"waiting": len(self._waiting), **self._counts}
+
+    def _end(self, session_id: str, how: str) -> None:
+        lease = self._waiting.pop(session_id, None)
+        if lease is None:
+            return  # it is over
+        lease.timer.cancel()
+        self._counts[how] += 1
+        self._over[session_id] = None
+        while len(self._over) > REMEMBERED_SESSIONS:
+            self._over.popitem(last=False)
+        if how != "taken":
+            self._engine.withdraw(session_id)
+        if not self._waiting:
+            self._idle.set()

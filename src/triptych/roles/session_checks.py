@@ -1,0 +1,199 @@
+"""Whether a session can be gone on from here: said before anything is held, naming what is wrong.
+
+What another engine made is believed where a check would cost what the session saves: a prompt that comes as text is not
+tokenised to be compared with the plan, and pictures that come with it are not opened. Token ids are compared: expanded,
+or as they were before the expansion, with one marker for each item.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from triptych.core.errors import InvalidRequest, KvSessionNotFound, PlaceholderMismatch, SessionMismatch
+from triptych.core.logprobs import GivenIds, TopN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from triptych.core.adapter import Adapter
+    from triptych.core.handles import KvLayout
+    from triptych.core.logprobs import LogprobOptions
+    from triptych.core.media import Modality
+    from triptych.core.plan import PromptPlan
+    from triptych.core.request import GenerateRequest
+    from triptych.core.session import FirstToken, KvSession
+
+
+def check_origin(session: KvSession, layout: KvLayout, model: bytes, adapter: Adapter | None) -> None:
+    """Refuse what an engine of another kind computed.
+
+    Args:
+        session: the other engine's.
+        layout: of this engine's KV.
+        model: this engine's digest of weights, tokenizer and processor settings.
+        adapter: what the request names here.
+
+    Raises:
+        SessionMismatch: naming everything that differs in the layout, else the model or the adapter.
+    """
+    differences = ", ".join(layout.differences(session.handle.layout))
+    if differences:
+        raise SessionMismatch(f"kv.session: its KV has another layout; here against there: {differences}")
+    if session.model != model:
+        raise SessionMismatch(
+            "kv.session: it was made with other weights, another tokenizer or other processor settings "
+            f"(digest {model.hex()[:16]} here, {session.model.hex()[:16]} there)"
+        )
+    digest = adapter.digest if adapter else b""
+    if session.adapter != digest:
+        raise SessionMismatch(
+            f"kv.session: it was made with another LoRA adapter (digest {digest.hex()[:16] or 'of none'} here, "
+            f"{session.adapter.hex()[:16] or 'of none'} there)"
+        )
+
+
+def check_lease(session: KvSession, unix_nanos: int) -> None:
+    """Refuse a session whose time is over.
+
+    Raises:
+        KvSessionNotFound: saying for how long.
+    """
+    late = unix_nanos - session.expires_unix_nanos
+    if late >= 0:
+        raise KvSessionNotFound(f"kv.session: it expired {late / 1e9:.1f} s ago; ask for a new prefill")
+
+
+def check_first(session: KvSession, request: GenerateRequest, vocab_size: int) -> None:
+    """Refuse first tokens that are not those of this request's outputs.
+
+    Raises:
+        InvalidRequest: naming the output.
+    """
+    if len(session.first) != request.num_sequences:
+        raise InvalidRequest(
+            f"kv.session has the first tokens of {len(session.first)} output(s), and num_sequences is "
+            f"{request.num_sequences}; both engines need the same"
+        )
+    for index, first in enumerate(session.first):
+        if not 0 <= first.token_id < vocab_size:
+            raise InvalidRequest(
+                f"kv.session: output {index} begins with token id {first.token_id}, outside the vocabulary of {vocab_size}"
+            )
+        if request.logprobs.output and not _has_logprobs(first, request.logprobs, vocab_size):
+            raise InvalidRequest(
+                f"kv.session: output {index} begins without the log probabilities that response asks for; "
+                "ask the prefill engine for the same"
+            )
+
+
+def _has_logprobs(first: FirstToken, options: LogprobOptions, vocab_size: int) -> bool:
+    """Whether the first token came with the log probabilities that the others will have."""
+    if first.logprob is None:
+        return False
+    candidates, selection = first.logprob.candidates, options.output_candidates
+    ids = np.empty(0, np.int32) if candidates is None else candidates.token_ids
+    match selection:
+        case None:
+            return candidates is None
+        case TopN(count):
+            return len(ids) == min(count, vocab_size)
+        case GivenIds(token_ids):
+            return ids.tolist() == list(token_ids)
+        case _:
+            return len(ids) == vocab_size
+
+
+def check_blocks(session: KvSession, tokens: int) -> None:
+    """Refuse a session that holds more or fewer blocks than the prompt fills.
+
+    Raises:
+        InvalidRequest: naming both.
+    """
+    blocks = -(-tokens // session.handle.layout.block_size)
+    if session.handle.blocks != blocks:
+        raise InvalidRequest(
+            f"kv.session has {session.handle.blocks} KV blocks; the prompt's {tokens} tokens fill {blocks}"
+        )
+
+
+def check_plan(plan: PromptPlan, like: PromptPlan, placeholders: Mapping[Modality, int], vocab_size: int) -> None:
+    """Refuse a plan that this engine could not have made.
+
+    Args:
+        plan: another engine's, whole and within bounds.
+        like: any plan of this engine's processor.
+        placeholders: the markers of the family.
+        vocab_size: of the model.
+
+    Raises:
+        SessionMismatch: it was made with other processor settings.
+        InvalidRequest: it contradicts itself; names the item or the token.
+    """
+    if plan.fingerprint != like.fingerprint:
+        raise SessionMismatch(
+            "kv.session: its plan was made with other processor settings or another model revision "
+            f"(fingerprint {like.fingerprint.hex()[:16]} here, {plan.fingerprint.hex()[:16]} there)"
+        )
+    for name in ("rule", "spatial_merge"):
+        ours, theirs = getattr(like, name), getattr(plan, name)
+        if ours != theirs:
+            raise InvalidRequest(f"kv.session: its plan's {name} is {theirs}; this model has {ours}")
+    outside = (plan.token_ids < 0) | (plan.token_ids >= vocab_size)
+    if outside.any():
+        token_id = plan.token_ids[outside.argmax()]
+        raise InvalidRequest(f"kv.session: its plan has the token id {token_id}, outside the vocabulary of {vocab_size}")
+    expected = np.full(len(plan), -1, np.int32)
+    for index, item in enumerate(plan.items):
+        if item.modality not in placeholders:
+            raise InvalidRequest(f"kv.session: media item {index} is {item.modality.value}, which this model does not read")
+        for run in item.runs:
+            expected[run.start : run.end] = placeholders[item.modality]
+        expected[list(item.framing)] = -1
+    markers = np.isin(plan.token_ids, list(placeholders.values()))
+    wrong = np.where(expected >= 0, plan.token_ids != expected, markers)
+    if wrong.any():
+        raise InvalidRequest(
+            f"kv.session: token {wrong.argmax()} of its plan is {plan.token_ids[wrong.argmax()]}, which does not fit "
+            "where its media items lie"
+        )
+
+
+def check_prompt(request: GenerateRequest, plan: PromptPlan) -> None:
+    """Refuse a session of another prompt than the request's, as far as that costs nothing.
+
+    Raises:
+        PlaceholderMismatch: it comes with media, and not as many as the plan has.
+        InvalidRequest: naming the first token that differs.
+    """
+    if request.media and len(request.media) != len(plan.items):
+        raise PlaceholderMismatch("media", len(request.media), len(plan.items))
+    if isinstance(request.prompt, str):
+        return
+    ids = np.asarray(request.prompt, dtype=np.int64)
+    if np.array_equal(ids, plan.token_ids):
+        return
+    folded = _folded(plan)
+    if np.array_equal(ids, folded):
+        return
+    other = plan.token_ids if len(ids) == len(plan) else folded
+    if len(ids) != len(other):
+        raise InvalidRequest(
+            f"kv.session is of another prompt: token_ids has {len(ids)} tokens, the session's plan {len(plan)}"
+            + (f" ({len(folded)} before its media were expanded)" if plan.items else "")
+        )
+    at = int((ids != other).argmax())
+    raise InvalidRequest(
+        f"kv.session is of another prompt: token {at} is {ids[at]} in token_ids and {other[at]} in the session's plan"
+    )
+
+
+def _folded(plan: PromptPlan) -> npt.NDArray[np.int32]:
+    """The prompt before its expansion: of each item its first position only."""
+    keep = np.ones(len(plan), dtype=bool)
+    for item in plan.items:
+        keep[item.start + 1 : item.end] = False
+    return plan.token_ids[keep]

@@ -1,0 +1,135 @@
+"""One side of a KV transport in a process of its own, which a test drives and ends as it likes.
+
+    python -m tests.contract.kv_peer producer|consumer TRANSPORT PLACE BLOCKS
+
+Commands come as lines of JSON on stdin, answers go as lines of JSON to stdout. Pools are ``LARGE`` and have the
+seeds of ``Sides``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.contract.kv_transports import LARGE, PATIENCE, TRANSPORTS, Fetching, make_pool
+from triptych.core.handles import KvHandle, KvLayout
+from triptych.transport.contract import Move
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from triptych.transport.contract import SessionEvent
+
+ROOT = Path(__file__).parents[2]
+
+
+class Peer:
+    """The test's end."""
+
+    def __init__(self, side: str, transport: str, place: str, blocks: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.kv_peer", side, transport, place, str(blocks)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.answer() == "up"
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def say(self, verb: str, *arguments: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the peer has ended"
+        return json.loads(line)
+
+    def offer(self, session_id: str, blocks: list[int]) -> KvHandle:
+        self.say("offer", session_id, blocks)
+        return from_json(self.answer())
+
+    def end(self) -> None:
+        """Let it close its side and end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(PATIENCE) == 0
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye."""
+        self._process.kill()
+        self._process.wait(PATIENCE)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def to_json(handle: KvHandle) -> dict[str, Any]:
+    return {**dataclasses.asdict(handle), "state": base64.b64encode(handle.state).decode()}
+
+
+def from_json(fields: dict[str, Any]) -> KvHandle:
+    return KvHandle(**{**fields, "layout": KvLayout(**fields["layout"]), "state": base64.b64decode(fields["state"])})
+
+
+def _say(answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _commands() -> Iterator[tuple[str, list[Any]]]:
+    _say("up")
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        yield verb, arguments
+
+
+def _produce(transport: str, place: str, blocks: int) -> None:
+    def tell(session_id: str, event: SessionEvent) -> None:
+        del session_id, event
+
+    row = TRANSPORTS[transport]
+    publisher = row.publisher(place, make_pool(LARGE, blocks, 1), uuid.uuid4().hex, tell)
+    for verb, arguments in _commands():
+        session_id = arguments[0]
+        if verb == "offer":
+            publisher.open(session_id)
+            for block in arguments[1]:
+                publisher.publish(session_id, [block])
+            _say(to_json(publisher.seal(session_id)))
+    publisher.close()
+
+
+def _consume(transport: str, place: str, blocks: int) -> None:
+    row = TRANSPORTS[transport]
+    pool = make_pool(LARGE, blocks, 2)
+    fetcher = row.fetcher(place, pool, uuid.uuid4().hex)
+    for verb, arguments in _commands():
+        if verb == "fetch":
+            handle = from_json(arguments[0])
+            fetching = Fetching(fetcher, pool)
+            fetching.start(handle, [Move(index, index) for index in range(handle.blocks)])
+            threading.Thread(target=lambda each=fetching: _say(each.wait().value), daemon=True).start()
+    fetcher.close()
+
+
+if __name__ == "__main__":
+    sides = {"producer": _produce, "consumer": _consume}
+    sides[sys.argv[1]](sys.argv[2], sys.argv[3], int(sys.argv[4]))
