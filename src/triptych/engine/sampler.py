@@ -1,15 +1,12 @@
 """From logits to tokens.
 
 Order: repetition, frequency and presence penalties; the mask of the grammar, and of end tokens while the answer is
-shorter than min_tokens; temperature; top-k; top-p over what is left; min-p. Then one uniform number picks a token by
-the inverse of the cumulative distribution.
+shorter than min_tokens; temperature; top-k; top-p over what is left; min-p. What is then left races (``race.py``): the
+winner is a function of weights, seed and index of the token in the whole sequence. So the same seed gives the same
+tokens whatever else is in the batch, after preemption, and on another engine that continues the answer, but for what
+rounding changes: the winner where two are as good as level, and a filter's edge.
 
 The grammar goes before min_tokens: where it leaves nothing but end tokens, they are not masked.
-
-The number is a hash of (seed, index of the token in the whole sequence). It depends on nothing else, so the
-same seed gives the same tokens whatever else is in the batch, after preemption, and on another engine that
-continues the answer. The distribution is walked in the order of token ids and not of probabilities: two
-nearly equal logits that change places through rounding then move the result by their difference only.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import numpy as np
 import torch
 
 from triptych.core.errors import Internal, InvalidRequest, TriptychError
+from triptych.engine.race import Start, winners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,27 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 NUCLEUS_CANDIDATES = (64, 1024)
 """How many likeliest tokens are looked at for top-p without top-k, until they carry the mass; then all."""
 CACHED_LOGITS = 1 << 18
 """Logits that are worked on together: as many as stay in a core's cache between one pass and the next."""
-STRETCH = 256
-"""Neighbouring tokens that are summed before one of them is looked for."""
-
-
-def _mix(value: int) -> int:
-    """The finalizer of splitmix64: a bijection of 64-bit numbers without visible structure."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits, a function of its arguments alone."""
-    return (_mix((_mix(seed) + (index + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
 
 
 class Penalties:
@@ -267,9 +249,9 @@ def _filter(sampling: Sampling, vocab_size: int) -> _Filter:
 
 
 class _Columns(NamedTuple):
-    """What the rows of a group ask for, each [n, 1] float64."""
+    """What the rows of a group ask for; tensors [n, 1] float64."""
 
-    numbers: torch.Tensor
+    starts: list[Start]
     temperature: torch.Tensor
     top_p: torch.Tensor
     """Infinite where every token is kept."""
@@ -277,19 +259,20 @@ class _Columns(NamedTuple):
 
     def of(self, rows: list[int]) -> _Columns:
         """Those of some rows."""
-        return _Columns(*(column[rows] for column in self))
+        starts = [self.starts[row] for row in rows]
+        return _Columns(starts, self.temperature[rows], self.top_p[rows], self.min_p[rows])
 
 
 def _columns(draws: Sequence[Draw], device: torch.device) -> _Columns:
     options = [draw.chooser.sampling for draw in draws]
     columns = (
-        [uniform(draw.chooser.seed, draw.at) for draw in draws],
         # Logits that differ at all differ by more than this can resolve: the limit of a temperature towards 0.
         [max(option.temperature, 1e-20) for option in options],
         [option.top_p if option.top_p < 1 else math.inf for option in options],
         [option.min_p for option in options],
     )
-    return _Columns(*torch.tensor(columns, dtype=torch.float64, device=device).unsqueeze(2))
+    starts = [Start(draw.chooser.seed, draw.at) for draw in draws]
+    return _Columns(starts, *torch.tensor(columns, dtype=torch.float64, device=device).unsqueeze(2))
 
 
 def _sample(logits: torch.Tensor, draws: Sequence[Draw], kind: _Filter) -> list[int]:
@@ -339,9 +322,9 @@ def _pick(weights: torch.Tensor, ids: torch.Tensor | None, asked: _Columns) -> l
     """One token id of each row of weights [n, c]; column ``c`` is token ``ids[:, c]``, or ``c`` itself."""
     if bool((asked.min_p > 0).any()):
         weights = torch.where(weights >= asked.min_p, weights, 0.0)
-    places = _invert(weights, asked.numbers)
-    tokens = places if ids is None else ids.gather(1, places)
-    return [int(token) for token in tokens.squeeze(1).tolist()]
+    places = winners(weights, ids, asked.starts)
+    tokens = places if ids is None else ids.gather(1, places[:, None]).squeeze(1)
+    return [int(token) for token in tokens.tolist()]
 
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:
@@ -365,26 +348,3 @@ def _nucleus(weights: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor) -> 
     before = ordered.values.cumsum(dim=1) - ordered.values
     kept = torch.where(before < top_p * mass, ordered.values, 0.0)
     return torch.zeros_like(weights).scatter(1, ordered.indices, kept)
-
-
-def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Column [n, 1] of each row at which its cumulative weight passes ``numbers`` [n, 1] of the total.
-
-    Sums of stretches come first, then one stretch is walked: a whole vocabulary is summed, not scanned.
-    """
-    rows, width = weights.shape
-    stretches = torch.nn.functional.pad(weights, (0, -width % STRETCH)).view(rows, -1, STRETCH)
-    bounds = stretches.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target = numbers * bounds[:, -1:]
-    stretch = _passes(bounds, target)
-    before = torch.where(stretch > 0, bounds.gather(1, (stretch - 1).clamp(min=0)), 0.0)
-    inside = stretches.gather(1, stretch.unsqueeze(2).expand(-1, -1, STRETCH)).squeeze(1)
-    return stretch * STRETCH + _passes(inside.cumsum(dim=1, dtype=torch.float64), target - before)
-
-
-def _passes(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """First column [n, 1] whose cumulative weight is above the target; by rounding a target may reach the last one."""
-    last = cumulative[:, -1:]
-    return torch.searchsorted(
-        cumulative, torch.minimum(target, torch.nextafter(last, torch.zeros_like(last))), right=True
-    )
