@@ -281,10 +281,9 @@ def test_files(text: TextModel, copy: Path, change: Callable[[Path], object], wo
     [
         ("/nowhere/at/all", "/nowhere/at/all is not a directory"),
         ("/dev/null", "/dev/null is not a directory"),
-        ("/a\0b", "is not a directory"),
         ("/" + "a" * 4000, "cannot be read: File name too long"),
     ],
-    ids=range(4),
+    ids=range(3),
 )
 def test_paths_that_lead_to_no_directory(text: TextModel, path: str, words: str) -> None:
     assert words in refusal(text, path)
