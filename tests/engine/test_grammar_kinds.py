@@ -222,6 +222,7 @@ REFUSED: list[tuple[Guide, str]] = [
     (guide("ebnf_grammar", "root ::= foo"), 'Rule "foo" is not defined'),
     (guide("ebnf_grammar", 'root ::= "a'), "line 1, column 12"),
     (guide("ebnf_grammar", "root ::= root"), "nothing matches it"),
+    (guide("ebnf_grammar", "root ::= é"), "for a reason that it cannot spell"),
     (guide("choice", "", "a", "\udfff"), "is not Unicode"),
     (guide("structural_tag", "x"), "it is not JSON"),
     (guide("structural_tag", '{"type": "structural_tag"}'), '"format": ...} and nothing else'),

@@ -114,6 +114,8 @@ class Compiler:
             return compiler.compile_grammar_ebnf(library.Grammar.from_ebnf(source.text, "root"))
         except MemoryError:
             raise GuideError(_too_large(task)) from None
+        except UnicodeError:  # the library cuts its message in the middle of a character
+            raise GuideError("the compiler refuses it, for a reason that it cannot spell") from None
         except RuntimeError as error:
             reason = _reason(error)
             raise GuideError(_too_large(task) if "bad_alloc" in reason else reason) from None
