@@ -162,6 +162,13 @@ def _qwen3() -> PreTrainedConfig:
     return Qwen3Config(**_plain_text(tie_word_embeddings=True), **_text(64, 128, 3, 4, 2, 32))
 
 
+def _wide_kv() -> PreTrainedConfig:
+    """128 KiB of KV a token in float32, for little work."""
+    return Qwen3Config(
+        **_plain_text(tie_word_embeddings=True, max_position_embeddings=32_768), **_text(64, 128, 8, 16, 16, 128)
+    )
+
+
 def _qwen2() -> PreTrainedConfig:
     return Qwen2Config(**_plain_text(tie_word_embeddings=False), **_text(64, 128, 3, 4, 2, 16))
 
@@ -185,6 +192,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": _qwen3,
     "qwen2": _qwen2,
     "llama": _llama,
+    "wide-kv": _wide_kv,
     "tiny": _vl_demo,
     "0.5b": _vl_half_billion,
     "2b": _vl_2b,

@@ -71,6 +71,9 @@ class Peer:
         self._process.stdin.close()
         assert self._process.wait(PATIENCE) == 0
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """SIGKILL: no goodbye."""
         self._process.kill()

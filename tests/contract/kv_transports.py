@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import threading
 import uuid
@@ -16,6 +17,9 @@ import pytest
 from triptych.core.handles import KvLayout
 from triptych.transport.contract import FetchOutcome, KvPool, Move, SessionEvent
 from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
+from triptych.transport.nixl_agent import NixlOptions
+from triptych.transport.nixl_fetcher import NixlFetcher
+from triptych.transport.nixl_publisher import NixlPublisher
 from triptych.transport.shared_dir_fetcher import SharedDirFetcher
 from triptych.transport.shared_dir_publisher import SharedDirLimits, SharedDirPublisher
 
@@ -79,6 +83,17 @@ TRANSPORTS = {
             fetcher=lambda place, pool, instance: SharedDirFetcher(pool, instance, Path(place), ORPHAN_SECONDS),
             leftovers=_listing,
             processes=True,
+        ),
+        KvTransport(
+            name="nixl",
+            place=lambda directory: f"secret of {directory}",
+            publisher=lambda place, pool, instance, tell: NixlPublisher(
+                pool, instance, tell, NixlOptions(place.encode())
+            ),
+            fetcher=lambda place, pool, instance: NixlFetcher(pool, instance, NixlOptions(place.encode())),
+            leftovers=lambda _: [],
+            processes=True,
+            usable=lambda: importlib.util.find_spec("nixl_cu12") is not None,
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -52,6 +53,22 @@ def serving(model: str = "demo", *flags: str) -> Iterator[Served]:
         _end(process, signal.SIGINT)
 
 
+@contextmanager
+def gateway(*engines: str) -> Iterator[Served]:
+    """``triptych gateway`` before running engines, on a free port."""
+    words = [word for address in engines for word in ("--engine", address)]
+    process = subprocess.Popen(
+        [*COMMAND, "gateway", "--http", "127.0.0.1:0", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield Served(process)
+    finally:
+        _end(process, signal.SIGINT)
+
+
 class Engine(NamedTuple):
     """A running ``triptych engine``."""
 
@@ -68,13 +85,16 @@ def engine(model: str = "demo", *flags: str, host: str = "127.0.0.1") -> Iterato
 
 
 @contextmanager
-def engine_process(model: str = "demo", *flags: str, host: str = "127.0.0.1") -> Iterator[Engine]:
+def engine_process(
+    model: str = "demo", *flags: str, host: str = "127.0.0.1", environment: dict[str, str] | None = None
+) -> Iterator[Engine]:
     """``triptych engine MODEL`` on a free port, which a test may also end by itself."""
     process = subprocess.Popen(
         [*COMMAND, "engine", model, "--grpc", f"{host}:0", "--announce", *flags],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
+        env={**os.environ, **(environment or {})},
     )
     try:
         for line in process.stdout or ():

@@ -37,7 +37,7 @@ def test_single_tokens_come_first_and_every_token_finds_its_slot() -> None:
     assert batch.token_ids.tolist() == [22, 10, 11, 12, 13, 14]
     assert batch.positions.tolist() == [[2, 0, 1, 2, 3, 4]]
     assert batch.slots.tolist() == [9 * 4 + 2, 28, 29, 30, 31, 12]
-    assert batch.block_tables.tolist() == [[9, 0], [7, 3]]
+    assert batch.block_tables.tolist() == [[9, 9], [7, 3]]
     assert batch.sample_at.tolist() == [0, 5]
     assert batch.media_at is None
     assert (batch.adapters, prompts) == ((), ())
@@ -67,7 +67,7 @@ def test_a_new_table_forgets_the_old_one() -> None:
     packer.start(request("wide", [10] * 12))
     packer.extend(piece("wide", 0, 12, (6, 7, 9)))
     batch, _, _ = packer.build([piece("r", 4, 1), piece("wide", 11, 1)], {})
-    assert batch.block_tables.tolist() == [[5, 8, 0], [6, 7, 9]]
+    assert batch.block_tables.tolist() == [[5, 8, 5], [6, 7, 9]]
 
 
 @pytest.mark.parametrize("start", range(12))

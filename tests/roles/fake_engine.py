@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.config import MediaLimits
 from triptych.core.errors import Overloaded, TriptychError
-from triptych.core.events import Finished, FinishReason, Tokens, Usage
+from triptych.core.events import Finished, FinishReason, Prefilled, Tokens, Usage
+from triptych.core.handles import KvHandle, KvLayout
 from triptych.core.load import Load
+from triptych.core.session import FirstToken
 from triptych.processors.registry import load_processor
 from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
+from triptych.roles.decode import Decode
 from triptych.roles.desk import Desk
 from triptych.roles.intake import Frontend, GrammarCompiler, Intake
+from triptych.roles.leases import Leases
 from triptych.roles.live import LiveRequests
+from triptych.roles.prefill import Prefill
 from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from triptych.core.adapter import Adapter, AdapterInfo
-    from triptych.core.events import Event
+    from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
+    from triptych.transport.contract import SessionEvent
 
 CONTEXT = 400
+LAYOUT = KvLayout(layers=2, kv_heads=1, head_size=8, block_size=16, dtype="float32", itemsize=4)
+MODEL = bytes(range(32))
 
 
 @cache
@@ -57,10 +65,13 @@ class FakeEngine:
     """Outputs that may wait."""
     submitted: list[tuple[Request, ...]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     failure: TriptychError | None = None
-    deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None] | None = None
+    deliver: Callable[[tuple[EngineEvent, ...], tuple[KvChange, ...]], None] | None = None
+    tell: Callable[[str, SessionEvent], None] | None = None
 
-    def start(self, deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None]) -> None:
+    def start(self, deliver: Callable[[tuple[EngineEvent, ...], tuple[KvChange, ...]], None]) -> None:
         self.deliver = deliver
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -74,6 +85,12 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def withdraw(self, session_id: str) -> None:
+        self.withdrawn.append(session_id)
+
+    def release(self, session_id: str) -> None:
+        self.released.append(session_id)
+
     def stop(self) -> None:
         pass
 
@@ -85,7 +102,7 @@ class FakeEngine:
 
     # -- what the test has it say -----------------------------------------------------------------
 
-    def say(self, *events: Event, kv: tuple[KvChange, ...] = ()) -> None:
+    def say(self, *events: EngineEvent, kv: tuple[KvChange, ...] = ()) -> None:
         """Heard by the role in the next turn of its loop."""
         assert self.deliver is not None
         self.deliver(events, kv)
@@ -98,17 +115,45 @@ class FakeEngine:
                 Finished(request.request_id, FinishReason.LENGTH, Usage(len(request.plan), 1, 0)),
             )
 
+    def prefilled(self, group: int = -1, *, cached: int = 0, **first: Any) -> str:
+        """The first tokens of a group, 70 and on; returns the session's name."""
+        requests = self.submitted[group]
+        session_id = requests[0].export
+        assert session_id is not None
+        for index, request in enumerate(requests):
+            assert request.export == session_id
+            handle = KvHandle(session_id, "fake", "incarnation", LAYOUT, -(-len(request.plan) // 16), b"")
+            self.say(
+                Prefilled(
+                    request.request_id,
+                    FirstToken(70 + index, **first),
+                    None if index else handle,
+                    Usage(len(request.plan), 1, 0 if index else cached),
+                    (),
+                )
+            )
+        return session_id
 
-def fake_role(
+
+class Parts(NamedTuple):
+    """What every role is built of."""
+
+    description: EngineDescription
+    intake: Intake
+    live: LiveRequests
+
+
+def _parts(
     engine: FakeEngine,
+    role: RoleName,
     *,
     compiler: GrammarCompiler | None = None,
     read: Callable[[AdapterInfo], Adapter] | None = None,
     kv_event_buffer: int = 16,
-) -> Desk:
-    """The aggregated role over a fake engine; without ``read`` adapters are off. Call it on the event loop."""
+    vocab_size: int = 1024,
+) -> Parts:
     description = EngineDescription(
-        role=RoleName.AGGREGATED,
+        role=role,
         instance_id="incarnation",
         device="cpu",
         dtype="float32",
@@ -122,10 +167,39 @@ def fake_role(
         kv_event_buffer=kv_event_buffer,
         kv_event_heartbeat=3600.0,
     )
-    adapters = Adapters(read or _nothing, description.max_loras)
-    intake = Intake(frontend(), adapters, compiler)
-    live = LiveRequests(engine, frontend().tokenizer, description.max_num_sequences)  # type: ignore[arg-type]
-    return Desk(description, frontend(), intake, engine, live, Aggregated(intake, engine, live))  # type: ignore[arg-type]
+    intake = Intake(frontend(vocab_size), Adapters(read or _nothing, description.max_loras), compiler)
+    return Parts(description, intake, LiveRequests(engine, frontend().tokenizer, description.max_num_sequences))
+
+
+def fake_role(engine: FakeEngine, **parts: Any) -> Desk:
+    """The aggregated role over a fake engine; without ``read`` adapters are off. Call it on the event loop."""
+    description, intake, live = _parts(engine, RoleName.AGGREGATED, **parts)
+    return Desk(description, intake, engine, live, Aggregated(intake, engine, live))
+
+
+def fake_prefill(engine: FakeEngine, *, seconds: float = 3600, **parts: Any) -> Desk:
+    """The prefill role; what its transport says goes through ``engine.tell``."""
+    description, intake, live = _parts(engine, RoleName.PREFILL, **parts)
+    leases = Leases(engine, seconds)
+    engine.tell = leases.tell
+    return Desk(description, intake, engine, live, Prefill(intake, engine, live, leases, MODEL), leases)
+
+
+def fake_decode(engine: FakeEngine, *, vocab_size: int = 2048, **parts: Any) -> Desk:
+    """The decode role."""
+    description, intake, live = _parts(engine, RoleName.DECODE, vocab_size=vocab_size, **parts)
+    whole = Aggregated(intake, engine, live)
+    return Desk(description, intake, engine, live, Decode(intake, engine, live, whole, LAYOUT, MODEL))
+
+
+def fake_both(engine: FakeEngine, *, seconds: float = 3600, vocab_size: int = 2048, **parts: Any) -> Desk:
+    """The aggregated role with transports both ways."""
+    description, intake, live = _parts(engine, RoleName.AGGREGATED, vocab_size=vocab_size, **parts)
+    leases = Leases(engine, seconds)
+    engine.tell = leases.tell
+    prefill = Prefill(intake, engine, live, leases, MODEL)
+    decode = Decode(intake, engine, live, Aggregated(intake, engine, live), LAYOUT, MODEL)
+    return Desk(description, intake, engine, live, Aggregated(intake, engine, live, prefill, decode), leases)
 
 
 def _nothing(info: AdapterInfo) -> Adapter:

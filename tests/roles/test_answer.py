@@ -60,7 +60,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.answer = AnswerStream(
             self.request.request_id,
-            outputs_of(self.request, 7, self.tokenizer),
+            outputs_of(self.request, [f"7.{index}" for index in range(self.request.num_sequences)], self.tokenizer),
             token_text=None,
             abort=self.aborted.append,
             on_close=self.closed.append,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from triptych.core.errors import TriptychError
     from triptych.core.request import GenerateRequest
+    from triptych.core.session import SealedSession
 
 Step = Event | asyncio.Event
 """An event to send, or something to wait for."""
@@ -47,6 +48,8 @@ class EngineTwin:
         """Raised by Generate while set."""
         self.script: list[Step] = [Tokens("any", (1,), "It is"), Tokens("any", (2,), " red"), finished()]
         self.requests: list[GenerateRequest] = []
+        self.aborted: list[str] = []
+        """Names of requests and sessions."""
         self.waiting = asyncio.Event()
         """Set when an answer waits for a step of its script."""
         self.ended = asyncio.Event()
@@ -116,6 +119,14 @@ class EngineTwin:
         """As its fields say."""
         self._answer_if_up()
         return lifecycle_pb2.HealthResponse(state=self.state)
+
+    async def abort(self, request_id: str) -> None:
+        """Take note."""
+        self.aborted.append(request_id)
+
+    async def abort_session(self, session: SealedSession) -> None:
+        """Take note."""
+        self.aborted.append(session.session_id)
 
     async def close(self) -> None:
         """Take note."""

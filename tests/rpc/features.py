@@ -33,21 +33,44 @@ class Engine(NamedTuple):
     server: server_pb2.ServerInfo
     directory: Path
     scratch: Path
+    peer: Any = None
+    """Inference of another engine of a pair: what one makes the other takes."""
 
     async def generate(self, *, metadata: Any = (), **fields: Any) -> list[g.GenerateResponse]:
         """The events of one greedy request of four tokens, with whatever the feature changes."""
-        asked = {
+        call = self.inference.Generate(self.asked(**fields), metadata=metadata, timeout=SECONDS)
+        events = [event async for event in call]
+        if self.prefills:
+            return await self.finish(events, metadata, **fields)
+        assert events[-1].WhichOneof("event") == "finished", events[-1]
+        assert [event.HasField("usage") for event in events].count(True) == 1
+        return events
+
+    @property
+    def prefills(self) -> bool:
+        return self.server.engine_role == server_pb2.ENGINE_ROLE_PREFILL
+
+    def asked(self, **fields: Any) -> g.GenerateRequest:
+        """The request."""
+        usual = {
             "request_id": uuid.uuid4().hex,
             "model": self.model.served_model_name,
             "prompt": "hello",
             "sampling": g.SamplingParams(temperature=0),
             "stopping": g.StoppingOptions(max_tokens=4, ignore_eos=True),
         }
-        call = self.inference.Generate(g.GenerateRequest(**(asked | fields)), metadata=metadata, timeout=SECONDS)
-        events = [event async for event in call]
-        assert events[-1].WhichOneof("event") == "finished", events[-1]
-        assert [event.HasField("usage") for event in events].count(True) == 1
-        return events
+        return g.GenerateRequest(**(usual | fields))
+
+    async def finish(self, events: list[g.GenerateResponse], metadata: Any, **fields: Any) -> list[g.GenerateResponse]:
+        """What this engine has begun, ended by the other one."""
+        assert events[-1].WhichOneof("event") == "prefill_ready", events[-1]
+        request = self.asked(**fields)
+        del request.media[:]
+        request.kv.session.CopyFrom(events[-1].prefill_ready.kv_session)
+        call = self.peer.Generate(request, metadata=metadata, timeout=SECONDS)
+        rest = [event async for event in call]
+        assert rest[-1].WhichOneof("event") == "finished", rest[-1]
+        return events[:-1] + rest
 
     async def loads(self) -> bool:
         """Whether an adapter was loaded by its path."""
@@ -258,13 +281,43 @@ async def media_options(engine: Engine) -> None:
     await engine.generate(**request, media_options=message.media_options)
 
 
-async def session(engine: Engine) -> None:
-    await engine.generate(kv=g.KvOptions(session=kv_pb2.KvSessionRef(session_id="1")))
+async def new_session(engine: Engine, inference: Any) -> kv_pb2.KvSessionRef:
+    """What an engine hands over when it is asked to."""
+    request = engine.asked()
+    request.extra.update({"request_type": "context_only"})
+    events = [event async for event in inference.Generate(request, timeout=SECONDS)]
+    assert events[-1].WhichOneof("event") == "prefill_ready", events[-1]
+    return events[-1].prefill_ready.kv_session
+
+
+async def hand_over(engine: Engine) -> None:
+    made = await new_session(engine, engine.inference)
+    connector = engine.server.kv_connector
+    assert made.transfer_backend == connector.transfer_backend
+    assert list(made.endpoints) == list(connector.local_endpoints)
+    assert made.handoff_profile == connector.handoff_profile
+    load = await engine.control.GetLoad(server_pb2.GetLoadRequest(), timeout=SECONDS)
+    assert load.active_kv_sessions > 0
+
+
+async def take_over(engine: Engine) -> None:
+    if engine.peer is None or engine.prefills:
+        await engine.generate(kv=g.KvOptions(session=kv_pb2.KvSessionRef(session_id="1")))
+    made = await new_session(engine, engine.peer)
+    alone = tokens_of(await engine.generate())
+    events = await engine.generate(kv=g.KvOptions(session=made))
+    assert [token.token_id for token in tokens_of(events)] == [token.token_id for token in alone]
+    await refused(INVALID, engine.generate(kv=g.KvOptions(session=kv_pb2.KvSessionRef(session_id="1"))))
 
 
 async def session_abort(engine: Engine) -> None:
-    target = lifecycle_pb2.AbortRequest(kv_session=kv_pb2.KvSessionRef(session_id="1"))
-    await engine.control.Abort(target, timeout=SECONDS)
+    known = engine.server.kv_connector.supports_abort_cleanup
+    made = await new_session(engine, engine.inference) if known else kv_pb2.KvSessionRef(session_id="1")
+    target = lifecycle_pb2.AbortRequest(kv_session=made)
+    for status in (lifecycle_pb2.ABORT_STATUS_ABORTED, lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED):
+        assert (await engine.control.Abort(target, timeout=SECONDS)).status == status
+    target.kv_session.session_id = "unknown"
+    await refused(grpc.StatusCode.NOT_FOUND, engine.control.Abort(target, timeout=SECONDS))
 
 
 async def produce(engine: Engine) -> None:
@@ -382,7 +435,11 @@ def guide_features() -> dict[str, Feature]:
 
 
 def takes(modality: int) -> Callable[[Engine], bool]:
-    return lambda engine: modality in engine.model.multimodal_capabilities.aggregate_modalities
+    def offered(engine: Engine) -> bool:
+        said = engine.model.multimodal_capabilities
+        return modality in (*said.aggregate_modalities, *said.prefill_decode_modalities)
+
+    return offered
 
 
 def takes_from(source: int) -> Callable[[Engine], bool]:
@@ -394,6 +451,7 @@ IMAGES = (
     "ModelInfo.supports_multimodal",
     "ModelInfo.multimodal_capabilities",
     "MultimodalCapabilities.aggregate_modalities",
+    "MultimodalCapabilities.prefill_decode_modalities",
     "MultimodalCapabilities.source_types",
 )
 
@@ -451,10 +509,20 @@ FEATURES: dict[str, Feature] = {
         lambda e: e.model.multimodal_capabilities.supports_per_request_media_options,
         media_options,
     ),
-    "session": Feature(
-        ("ServerInfo.kv_connector", "KvConnectorInfo.enabled", "KvConnectorInfo.supports_decode_pull"),
-        lambda e: e.server.kv_connector.enabled,
-        session,
+    "session that is made": Feature(
+        (
+            *("ServerInfo.kv_connector", "KvConnectorInfo.enabled", "KvConnectorInfo.transfer_backend"),
+            *("KvConnectorInfo.local_endpoints", "KvConnectorInfo.supported_protocols"),
+            *("KvConnectorInfo.handoff_profile", "KvConnectorInfo.supports_decode_pull"),
+        ),
+        lambda e: e.server.kv_connector.supports_abort_cleanup,
+        hand_over,
+        INVALID,
+    ),
+    "session that is taken": Feature(
+        ("ServerInfo.kv_connector", "KvConnectorInfo.supports_remote_prefill"),
+        lambda e: e.server.kv_connector.supports_remote_prefill,
+        take_over,
     ),
     "abort of a session": Feature(
         ("KvConnectorInfo.supports_abort_cleanup",),
@@ -494,14 +562,15 @@ SAID_ONLY = {
     *("ModelInfo.tokenizer_modes", "ModelInfo.tokenizer", "ModelInfo.generation"),
     *("TokenizerInfo.source", "TokenizerInfo.mode"),
     "MultimodalCapabilities.routing_image_token_id",
+    *("KvEndpoint.host", "KvEndpoint.port", "KvEndpoint.protocol"),
     *(f"ParallelismInfo.{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context")),
     *("ParallelismInfo.data_parallel_rank", "ParallelismInfo.data_parallel_start_rank"),
 }
 """Fields that describe and promise nothing that a request could use."""
 
 
-async def refused(status: grpc.StatusCode, attempt: Awaitable[Any]) -> None:
+async def refused(status: grpc.StatusCode, attempt: Awaitable[Any], *or_by: grpc.StatusCode) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await attempt
-    assert caught.value.code() is status, caught.value.details()
+    assert caught.value.code() in (status, *or_by), caught.value.details()
     assert caught.value.details()

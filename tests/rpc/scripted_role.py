@@ -6,7 +6,14 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from triptych.core.errors import AdapterConflict, AdapterNotFound, DuplicateRequest, RequestNotFound, TriptychError
+from triptych.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    DuplicateRequest,
+    KvSessionNotFound,
+    RequestNotFound,
+    TriptychError,
+)
 from triptych.core.events import Event, Finished, FinishReason, Span, Tokens, Usage
 from triptych.core.media import Modality
 from triptych.roles.contract import (
@@ -118,6 +125,10 @@ class ScriptedRole:
     asked_kv: list[tuple[bool, int]] = field(default_factory=list)
     """Snapshot and start of every subscription."""
     subscriptions: list[ScriptedSubscription] = field(default_factory=list)
+    sessions: set[str] = field(default_factory=set)
+    """Those that wait for a decode engine."""
+    gone: set[str] = field(default_factory=set)
+    """Those that were let go."""
 
     @property
     def model(self) -> ModelDescription:
@@ -181,6 +192,15 @@ class ScriptedRole:
     async def abort_all(self) -> int:
         return len(self.live)
 
+    async def abort_session(self, session_id: str) -> AbortOutcome:
+        if session_id in self.sessions:
+            self.sessions.remove(session_id)
+            self.gone.add(session_id)
+            return AbortOutcome.ABORTED
+        if session_id in self.gone:
+            return AbortOutcome.ALREADY_FINISHED
+        raise KvSessionNotFound(f"no KV session {session_id!r}")
+
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.loras)
 
@@ -219,7 +239,8 @@ class ScriptedRole:
         )
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        return {"blocks": {"used": 3, "free": 97}, "encoder_cache": {"hit-rate": 0.5}}
+        ledgers = {"blocks": {"used": 3.0, "free": 97.0}, "encoder_cache": {"hit-rate": 0.5}}
+        return ledgers | ({"kv_sessions": {"waiting": float(len(self.sessions))}} if self.sessions else {})
 
     async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
         if not probe:

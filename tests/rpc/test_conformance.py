@@ -16,24 +16,32 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from tests.checkpoints import write_checkpoint
-from triptych.cli.assemble import aggregated, load
+from triptych.cli.assemble import ROLES, Moves, load
 from triptych.cli.flags import model_directory
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
+from triptych.roles.contract import RoleName
 from triptych.rpc.server import serve_role
+from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
 from triptych.wire.gen import kv_pb2, lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-from tests.rpc.features import FEATURES, SAID_ONLY, SECONDS, Engine, refused
+    from triptych.transport.contract import KvPool
+
+from tests.rpc.features import FEATURES, INVALID, SAID_ONLY, SECONDS, Engine, refused
 
 SMALL: dict[str, Any] = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256}
 ENGINES: dict[str, dict[str, Any]] = {
     "everything": {"max_running_requests": 8},
     "little": {"max_running_requests": 1, "max_loras": 0, "kv_events": False},
+    "prefill": {"max_running_requests": 8, "max_loras": 0},
+    "decode": {"max_running_requests": 8, "max_loras": 0},
 }
+PAIR = {"prefill": RoleName.DECODE, "decode": RoleName.PREFILL}
+"""The role of the engine beside it."""
 
 
 @pytest.fixture(params=ENGINES)
@@ -49,23 +57,56 @@ async def serve(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, clean
     if kind == "little":  # text only, and no grammar library
         model = str(write_checkpoint("qwen3", scratch / "model"))
         monkeypatch.setattr("triptych.cli.assemble.guided_available", lambda: False)
-    loaded = load(model, EngineOptions(**SMALL, **ENGINES[kind]), lambda done, total: None)
-    role = aggregated(loaded, uuid.uuid4().hex, check=True)
-    cleanup.push_async_callback(role.drain, 0)
-    server = await serve_role(role, "127.0.0.1", 0, on_shutdown=lambda grace: True)
-    cleanup.push_async_callback(server.stop, None)
-    channel = grpc.aio.insecure_channel(server.address)
-    cleanup.push_async_callback(channel.close)
+    options, exchange = EngineOptions(**SMALL, **ENGINES[kind]), MemoryExchange()
+    own = RoleName(kind) if kind in PAIR else RoleName.AGGREGATED
+    channel = await listen(own, model, options, exchange, cleanup)
+    peer = await listen(PAIR[kind], model, options, exchange, cleanup) if kind in PAIR else None
     control = openengine_pb2_grpc.ControlStub(channel)
     info = await control.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=SECONDS)
     described = await control.GetModelInfo(
         model_pb2.GetModelInfoRequest(model=info.supported_models[0]), timeout=SECONDS
     )
     inference = openengine_pb2_grpc.InferenceStub(channel)
-    return Engine(inference, control, described, info, model_directory(model), scratch)
+    beside = None if peer is None else openengine_pb2_grpc.InferenceStub(peer)
+    return Engine(inference, control, described, info, model_directory(model), scratch, beside)
+
+
+class Memory:
+    """KV between engines of this process."""
+
+    backend = "memory"
+
+    def __init__(self, exchange: MemoryExchange) -> None:
+        self._exchange = exchange
+
+    def publisher(self, pool: KvPool, instance_id: str, tell: Any) -> MemoryPublisher:
+        return MemoryPublisher(pool, instance_id, tell, self._exchange)
+
+    def fetcher(self, pool: KvPool, instance_id: str) -> MemoryFetcher:
+        return MemoryFetcher(pool, self._exchange)
+
+
+async def listen(
+    name: RoleName, model: str, options: EngineOptions, exchange: MemoryExchange, cleanup: AsyncExitStack
+) -> Any:
+    """A channel to an engine."""
+    loaded = load(model, options, lambda done, total: None, tower=name is not RoleName.DECODE)
+    moves = None if name is RoleName.AGGREGATED else Moves(Memory(exchange), 60)
+    if moves is not None:
+        cleanup.callback(moves.close)
+    role = ROLES[name](loaded, uuid.uuid4().hex, moves, check=True)
+    cleanup.push_async_callback(role.drain, 0)
+    server = await serve_role(role, "127.0.0.1", 0, on_shutdown=lambda grace: True)
+    cleanup.push_async_callback(server.stop, None)
+    channel = grpc.aio.insecure_channel(server.address)
+    cleanup.push_async_callback(channel.close)
+    return channel
 
 
 async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) -> None:
+    # What belongs to the other engine of a pair is refused as such.
+    paired = served.server.engine_role != server_pb2.ENGINE_ROLE_AGGREGATED
+    other_role = (INVALID,) if paired else ()
     tried = set()
     for name, feature in FEATURES.items():
         advertised = feature.advertised(served)
@@ -73,20 +114,24 @@ async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) 
             if advertised:
                 await feature.use(served)
             else:
-                await refused(feature.refusal, feature.use(served))
+                await refused(feature.refusal, feature.use(served), *other_role)
         except BaseException as error:
             error.add_note(f"feature: {name}, advertised: {advertised}")
             raise
         tried.add((name, advertised))
     offered = {name for name, advertised in tried if advertised}
-    # The two engines differ, or the test would be blind on one side.
-    assert ("image by bytes" in offered) == ("lora" in offered) == ("guided REGEX" in offered)
+    # The engines differ, or the test would be blind on one side.
+    assert ("session that is taken" in offered) == (served.server.engine_role == server_pb2.ENGINE_ROLE_DECODE)
+    assert ("session that is made" in offered) == ("abort of a session" in offered) == served.prefills
+    if served.server.engine_role == server_pb2.ENGINE_ROLE_AGGREGATED:
+        assert ("image by bytes" in offered) == ("lora" in offered) == ("guided REGEX" in offered)
 
 
 async def test_every_rpc_answers(served: Engine) -> None:
     control = served.control
     health = await control.Health(lifecycle_pb2.HealthRequest(include_inference_probe=True), timeout=SECONDS)
     assert health.state == lifecycle_pb2.HEALTH_STATE_READY, health
+    assert ("kv_connector" in {check.name for check in health.checks}) == served.server.kv_connector.enabled
     assert {"grpc", "scheduler", "model", "inference_probe"} <= {check.name for check in health.checks}
     sources = await control.GetKvEventSources(kv_pb2.GetKvEventSourcesRequest(), timeout=SECONDS)
     assert bool(sources.sources) == ("kv_event_heartbeat_interval_ms" in served.server.extra.fields)
@@ -107,6 +152,7 @@ PROMISING = (
     model_pb2.MultimodalCapabilities,
     model_pb2.TokenizerInfo,
     kv_pb2.KvConnectorInfo,
+    kv_pb2.KvEndpoint,
 )
 
 

@@ -14,7 +14,7 @@ from triptych.core.errors import Draining, Internal, InvalidRequest, MediaUnavai
 from triptych.core.events import Failed, Tokens
 from triptych.gateway.app import Gateway
 from triptych.gateway.limits import GatewayLimits
-from triptych.wire.gen import lifecycle_pb2, server_pb2
+from triptych.wire.gen import lifecycle_pb2
 from triptych.wire.status import TransientFailure
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ async def test_an_engine_that_is_started_anew_is_learnt_anew(directory: Path) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"role": server_pb2.ENGINE_ROLE_PREFILL}, "role aggregated"),
+        ({"role": 9}, "role 9"),
         ({"name": ""}, "names no model"),
         ({"max_context": 0}, "context length"),
         ({"directory": "/nowhere"}, "No such file or directory"),

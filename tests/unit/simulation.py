@@ -1,5 +1,7 @@
 """A runner without tensors, for the scheduler's tests: obeys plans to the letter and checks them on the way.
 
+Runners of two schedulers share an ``Exchange``: one stores prompts there, the other loads them, when the test says so.
+
 A slot holds what its token was: id, index, adapter and, for media, picture and row. The next token is a hash of the
 seed and of all slots of the sequence read through its block table, so a wrong block or a missing row shows in the
 tokens. Log probabilities are such hashes too.
@@ -12,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.requests import EOS
-from triptych.core.errors import Internal
-from triptych.core.events import Finished, Prompt, Tokens
+from triptych.core.errors import Internal, KvSessionNotFound, TriptychError
+from triptych.core.events import Admitted, Finished, Prefilled, Prompt, Tokens
+from triptych.core.handles import KvHandle, KvLayout
 from triptych.core.kv_events import BlockRemoved, BlockStored
 from triptych.core.logprobs import TokenLogprob
 from triptych.core.step import StepPlan, StepResult
@@ -21,15 +24,20 @@ from triptych.core.step import StepPlan, StepResult
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy as np
+    import numpy.typing as npt
+
     from triptych.core.config import SchedulerConfig
-    from triptych.core.events import Event
+    from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
-    from triptych.core.step import TokenSlice
+    from triptych.core.step import Load, Store, TokenSlice
     from triptych.engine.scheduler import Scheduler
 
 Entry = tuple[int, int, bytes, int, int]
 """(token id, index, content key or nothing, row number, adapter's id or 0)."""
+RUBBISH: Entry = (-1, -1, b"", -1, -1)
+"""What a load may leave in its blocks before it has ended well."""
 ROW_BYTES = 1
 
 
@@ -84,8 +92,43 @@ def answer_alone(request: Request, context: int) -> list[int]:
 
 
 @dataclass
+class Session:
+    """One prompt's blocks in their runner."""
+
+    runner: SimulatedRunner
+    blocks: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    sealed: bool = False
+
+
+@dataclass
+class Exchange:
+    """The sessions of all runners. Whose blocks are read no more is told to nobody but the test."""
+
+    sessions: dict[str, Session] = field(default_factory=dict)
+    freed: list[str] = field(default_factory=list)
+    """Names of sessions that are over."""
+
+    def end(self, session_id: str) -> None:
+        if self.sessions.pop(session_id, None) is not None:
+            self.freed.append(session_id)
+
+    def take_freed(self) -> list[str]:
+        freed, self.freed = self.freed, []
+        return freed
+
+
+@dataclass
 class SimulatedRunner:
     config: SchedulerConfig
+    exchange: Exchange = field(default_factory=Exchange)
+    generations: npt.NDArray[np.int64] | None = None
+    """The ledger's; None where nothing is stored."""
+    bad_stores: set[str] = field(default_factory=set)
+    """Requests whose next store goes wrong."""
+    loads: dict[int, Load] = field(default_factory=dict)
+    """Those under way."""
+    cancelled: set[int] = field(default_factory=set)
     bad_pictures: set[bytes] = field(default_factory=set)
     """Keys whose encoding fails."""
     bad_requests: set[str] = field(default_factory=set)
@@ -104,10 +147,14 @@ class SimulatedRunner:
             del self.known[request_id], self.tables[request_id], self.requests[request_id]
         for key in plan.evictions:
             del self.rows[key]
+        self._move(plan)
         for request in plan.starts:
             assert request.request_id not in self.known
             self.requests[request.request_id] = request
             self.known[request.request_id] = entries(request)
+            if request.resume is not None:
+                known = self.known[request.request_id]
+                known.append((request.resume.token_id, len(known), b"", 0, _lora(request)))
             self.tables[request.request_id] = []
         self._check_budgets(plan)
         encoded, failures = self._encode(plan)
@@ -117,7 +164,77 @@ class SimulatedRunner:
                 failures.setdefault(piece.request_id, Internal("broken on purpose"))
             if piece.request_id not in failures:
                 self._compute(piece, result)
+        for store in plan.stores:
+            if store.request_id not in failures:
+                self._store(store, result, failures)
         return result
+
+    def _move(self, plan: StepPlan) -> None:
+        for session_id in plan.withdrawals:
+            self.exchange.end(session_id)
+        for number in plan.cancels:
+            assert number not in self.cancelled
+            self.cancelled.add(number)
+        for copy in plan.copies:
+            self._copy(self, copy.source, copy.target)
+        for block in plan.scrubs:
+            assert block not in self._loading()
+            for slot in self._slots_of(block):
+                if self.slots.get(slot) == RUBBISH:
+                    del self.slots[slot]
+        for load in plan.loads:
+            targets = [target for _, target in load.moves]
+            assert len(set(targets)) == len(targets)
+            assert not self._loading() & set(targets)
+            self.loads[load.number] = load
+            self.slots.update((slot, RUBBISH) for target in targets for slot in self._slots_of(target))
+
+    def _slots_of(self, block: int) -> list[tuple[int, int]]:
+        return [(block, offset) for offset in range(self.config.block_size)]
+
+    def _copy(self, producer: SimulatedRunner, source: int, target: int) -> None:
+        for theirs, ours in zip(self._slots_of(source), self._slots_of(target), strict=True):
+            if theirs in producer.slots:
+                self.slots[ours] = producer.slots[theirs]
+            else:
+                self.slots.pop(ours, None)
+
+    def _loading(self) -> set[int]:
+        return {target for load in self.loads.values() for _, target in load.moves}
+
+    def fetch(self, number: int, *, broken: bool = False) -> TriptychError | None:
+        """A load comes to its end: what the scheduler is to be told."""
+        load = self.loads.pop(number)
+        session = self.exchange.sessions.get(load.handle.session_id)
+        if broken or session is None or not session.sealed:
+            return KvSessionNotFound("the session is not there")
+        producer = session.runner
+        for source, target in load.moves:
+            block = session.blocks[source]
+            assert producer.generations is not None
+            assert producer.generations[block] == session.generations[source], "a block of a session was given away"
+            self._copy(producer, block, target)
+        self.exchange.end(load.handle.session_id)
+        return None
+
+    def _store(self, store: Store, result: StepResult, failures: dict[str, TriptychError]) -> None:
+        if store.opens:
+            assert store.session_id not in self.exchange.sessions
+            self.exchange.sessions[store.session_id] = Session(self)
+        if store.request_id in self.bad_stores:
+            self.exchange.end(store.session_id)
+            failures[store.request_id] = Internal("could not be stored, on purpose")
+            return
+        session = self.exchange.sessions.get(store.session_id)
+        if session is None:  # it was withdrawn
+            failures[store.request_id] = Internal("the session is gone")
+            return
+        assert not session.sealed
+        assert self.generations is not None
+        session.blocks += store.blocks
+        session.generations += (int(self.generations[block]) for block in store.blocks)
+        session.sealed = store.seals
+        result.stored[store.session_id] = handle(store.session_id, len(session.blocks)) if store.seals else None
 
     def _check_budgets(self, plan: StepPlan) -> None:
         assert sum(piece.length for piece in plan.tokens) <= self.config.max_batched_tokens
@@ -145,6 +262,7 @@ class SimulatedRunner:
         del table[piece.table_from :]
         assert len(table) == piece.table_from
         table.extend(piece.blocks)
+        assert not self._loading() & set(table), "a block is computed with while it is loaded"
         size = self.config.block_size
         given = {key for _, key in piece.rows}
         for index in range(piece.start, piece.start + piece.length):
@@ -155,6 +273,8 @@ class SimulatedRunner:
             self.slots[table[index // size], index % size] = known[index]
         end = piece.start + piece.length
         assert piece.samples == (end == len(known))
+        # what lies behind the last token is multiplied too
+        assert all(self.slots.get(slot) != RUBBISH for block in table for slot in self._slots_of(block))
         history = [self.slots[table[index // size], index % size] for index in range(end)]
         request = self.requests[piece.request_id]
         if request.logprobs.prompt:
@@ -170,21 +290,30 @@ class SimulatedRunner:
             known.append((token, end, b"", 0, _lora(request)))
 
 
+def handle(session_id: str, blocks: int) -> KvHandle:
+    return KvHandle(session_id, "simulated", "p", KvLayout(1, 1, 1, 1, "float32", 4), blocks, b"")
+
+
 @dataclass
 class Heard:
     """What came out for each request."""
 
+    admitted: list[str] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     prompts: dict[str, Prompt] = field(default_factory=dict)
-    ends: dict[str, Event] = field(default_factory=dict)
+    ends: dict[str, EngineEvent] = field(default_factory=dict)
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Iterable[EngineEvent]) -> None:
         for event in events:
             assert event.request_id not in self.ends, "an event after the end"
             if isinstance(event, Tokens):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 self.logprobs.setdefault(event.request_id, []).extend(each.logprob for each in event.logprobs)
+            elif isinstance(event, Admitted):
+                assert event.request_id not in self.admitted
+                assert event.request_id not in self.tokens
+                self.admitted.append(event.request_id)
             elif isinstance(event, Prompt):
                 assert event.request_id not in self.prompts
                 assert event.request_id not in self.tokens, "the prompt came after tokens"
@@ -195,6 +324,11 @@ class Heard:
     def finish(self, request_id: str) -> Finished:
         end = self.ends[request_id]
         assert isinstance(end, Finished), end
+        return end
+
+    def prefilled(self, request_id: str) -> Prefilled:
+        end = self.ends[request_id]
+        assert isinstance(end, Prefilled), end
         return end
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import msgspec
 from triptych.core.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 STOP_SECONDS = 40.0
 """How long a child may take to drain before it is killed."""
@@ -34,23 +35,33 @@ class EngineRefused(StartupError):
 class EngineProcess:
     """One ``triptych engine`` that announces itself on its stdout and ends when its stdin does."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, role: str) -> None:
         self._process = process
+        self.role = role
         self.address = ""
         """HOST:PORT of its gRPC server, once it is ready."""
 
     @classmethod
-    async def start(cls, arguments: list[str]) -> EngineProcess:
-        """Spawn it on a free port of the loopback. Ctrl-C in the terminal reaches the parent only."""
-        words = ["-m", "triptych.cli.main", "engine", *arguments, "--grpc", "127.0.0.1:0", "--announce"]
+    async def start(
+        cls, role: str, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> EngineProcess:
+        """Spawn it on a free port of the loopback. Ctrl-C in the terminal reaches the parent only.
+
+        Args:
+            role: of the engine.
+            arguments: MODEL and flags.
+            environment: variables that are set in addition to this process's own.
+        """
+        words = ["-m", "triptych.cli.main", "engine", *arguments, "--role", role, "--grpc", "127.0.0.1:0", "--announce"]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
-        return cls(process)
+        return cls(process, role)
 
     async def wait_ready(self, progress: Callable[[int, int], None]) -> None:
         """Follow the loading until the engine serves.

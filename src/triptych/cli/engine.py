@@ -12,19 +12,21 @@ import uuid
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.cli.assemble import ROLES, LoadedModel, load
+from triptych.cli.assemble import ROLES, LoadedModel, Moves, load
 from triptych.cli.flags import split_address
 from triptych.cli.progress import loading_bar
-from triptych.roles.contract import HealthState
+from triptych.cli.transports import signer_of, transport_of
+from triptych.roles.contract import HealthState, RoleName
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import check_address, serve_role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from triptych.cli.options import EngineOptions
+    from triptych.cli.options import EngineOptions, HandoffOptions
     from triptych.roles.contract import Role
     from triptych.rpc.tls import TlsFiles
+    from triptych.wire.session_signature import SessionSigner
 
 STDIN = 0
 DRAIN_SECONDS = 30.0
@@ -72,7 +74,27 @@ class Listeners(NamedTuple):
     """Of the gRPC server."""
 
 
-def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
+class Assignment(NamedTuple):
+    """What the engine does, and with whom."""
+
+    role: RoleName
+    moves: Moves | None
+    """KV that goes to other engines, or comes from them."""
+    signer: SessionSigner | None
+
+    @classmethod
+    def of(cls, role: RoleName, options: EngineOptions, handoff: HandoffOptions) -> Assignment:
+        """As flags say it.
+
+        Raises:
+            StartupError: naming the flag.
+        """
+        transport = transport_of(handoff, needed=role is not RoleName.AGGREGATED, device=options.device)
+        moves = None if transport is None else Moves(transport, handoff.session_ttl)
+        return cls(role, moves, signer_of(handoff))
+
+
+def run(model: str, assignment: Assignment, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
     """Serve until a signal; returns the exit code.
 
     With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
@@ -80,12 +102,13 @@ def run(model: str, role: str, options: EngineOptions, listeners: Listeners, *, 
     """
     _check(listeners)
     parent = Parent() if announce else None
+    tower = assignment.role is not RoleName.DECODE
     if parent is not None:
-        loaded = load(model, options, parent.progress())
+        loaded = load(model, options, parent.progress(), tower=tower)
     else:
         with loading_bar(model) as bar:
-            loaded = load(model, options, bar)
-    return asyncio.run(_serve(loaded, role, listeners, parent))
+            loaded = load(model, options, bar, tower=tower)
+    return asyncio.run(_serve(loaded, assignment, listeners, parent))
 
 
 def _check(listeners: Listeners) -> None:
@@ -98,13 +121,15 @@ def _check(listeners: Listeners) -> None:
         check_address(*split_address(listeners.metrics), allow_plaintext=listeners.allow_plaintext)
 
 
-async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, parent: Parent | None) -> int:
+async def _serve(loaded: LoadedModel, assignment: Assignment, listeners: Listeners, parent: Parent | None) -> int:
     stop = Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.ask)
-    role = ROLES[role_name](loaded, instance_id=uuid.uuid4().hex)
     async with AsyncExitStack() as cleanup:
+        if assignment.moves is not None:
+            cleanup.push_async_callback(asyncio.to_thread, assignment.moves.close)
+        role = ROLES[assignment.role](loaded, uuid.uuid4().hex, assignment.moves)
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
         server = await serve_role(
             role,
@@ -112,6 +137,7 @@ async def _serve(loaded: LoadedModel, role_name: str, listeners: Listeners, pare
             allow_plaintext=listeners.allow_plaintext,
             tls=listeners.tls,
             on_shutdown=stop.ask,
+            signer=assignment.signer,
         )
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, LAST_EVENTS_SECONDS)

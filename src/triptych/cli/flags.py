@@ -11,6 +11,9 @@ from cyclopts import Parameter
 from triptych.core.errors import StartupError
 
 DEMO = "demo"
+ROLES_BY_LETTER = {"p": "prefill", "d": "decode"}
+MAX_ENGINES = 64
+"""On one machine."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
@@ -35,11 +38,39 @@ def not_negative(_: object, value: object) -> None:
         raise ValueError(f"must be at least 0, not {value}")
 
 
+def positive(_: object, value: object) -> None:
+    """Refuse zero and less, and what is no number."""
+    if isinstance(value, float) and not 0 < value < float("inf"):
+        raise ValueError(f"must be above 0, not {value:g}")
+
+
 def _address(_: object, value: object) -> None:
     for address in [value] if isinstance(value, str) else list(value or ()):  # type: ignore[call-overload]
         host, _, port = str(address).rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"{address!r} is not HOST:PORT, such as 127.0.0.1:8000 (port 0 takes a free one)")
+
+
+def _topology(_: object, value: object) -> None:
+    split_topology(str(value))
+
+
+def split_topology(topology: str) -> tuple[str, ...]:
+    """``2p+d`` as the roles of the engines: prefill, prefill, decode.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if topology == "aggregated":
+        return (topology,)
+    words = [re.fullmatch(r"([1-9][0-9]?)?([pd])", word) for word in topology.split("+")]
+    roles = [ROLES_BY_LETTER[word[2]] for word in words if word for _ in range(int(word[1] or 1))]
+    if None in words or set(roles) != set(ROLES_BY_LETTER.values()) or len(roles) > MAX_ENGINES:
+        raise ValueError(
+            f"{topology!r} is no topology: write aggregated, or how many prefill and decode engines, such as p+d or "
+            f"2p+2d; at least one of each, at most {MAX_ENGINES} in all"
+        )
+    return tuple(roles)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -109,6 +140,13 @@ EngineCertificate = Annotated[
 ]
 EngineKey = Annotated[
     Path | None, Parameter(name="--engine-key", help="PEM file with the private key of that certificate.")
+]
+Topology = Annotated[
+    str,
+    Parameter(
+        validator=_topology,
+        help="Which engines to start: aggregated, or prefill and decode engines apart, such as p+d or 2p+2d.",
+    ),
 ]
 AllowPlaintext = Annotated[
     bool, Parameter(negative="", help="Permit unencrypted listeners on an address that is not loopback.")

@@ -24,8 +24,9 @@ from triptych.cli.flags import (
     TlsCertificate,
     TlsClientCa,
     TlsKey,
+    Topology,
 )
-from triptych.cli.options import EngineOptions
+from triptych.cli.options import EngineOptions, HandoffOptions
 from triptych.core.errors import TriptychError, one_line
 
 # gRPC's own log lines ("Got goaway", ...) are not for people; its errors reach us as exceptions.
@@ -33,6 +34,20 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 Options = Annotated[EngineOptions, Parameter(name="*")]
 NO_OPTIONS = EngineOptions()
+Handoff = Annotated[HandoffOptions, Parameter(name="*")]
+NO_HANDOFF = HandoffOptions()
+ParityGroup = Literal[
+    "greedy",
+    "sampled",
+    "outputs",
+    "logprobs",
+    "stops",
+    "guided",
+    "chunks",
+    "prefix-p",
+    "prefix-d",
+    "prefix-both",
+]
 
 app = App(
     name="triptych",
@@ -47,10 +62,13 @@ def engine(
     model: Model,
     /,
     *,
-    role: Annotated[Literal["aggregated"], Parameter(help="What part of the work it does.")] = "aggregated",
+    role: Annotated[
+        Literal["aggregated", "prefill", "decode"], Parameter(help="What part of the work it does.")
+    ] = "aggregated",
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
     options: Options = NO_OPTIONS,
+    handoff: Handoff = NO_HANDOFF,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
@@ -58,11 +76,13 @@ def engine(
     announce: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
     """Run one engine: one model, one role, one OpenEngine gRPC server."""
-    from triptych.cli.engine import Listeners, run
+    from triptych.cli.engine import Assignment, Listeners, run
+    from triptych.roles.contract import RoleName
     from triptych.rpc.tls import TlsFiles
 
     tls = TlsFiles.of(tls_certificate, tls_key, tls_client_ca)
-    return run(model, role, options, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
+    assignment = Assignment.of(RoleName(role), options, handoff)
+    return run(model, assignment, options, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
 
 
 @app.command
@@ -90,15 +110,16 @@ def serve(
     model: Model,
     /,
     *,
-    topology: Annotated[Literal["aggregated"], Parameter(help="Which engines to start.")] = "aggregated",
+    topology: Topology = "aggregated",
     http: HttpAddress = "127.0.0.1:8000",
     options: Options = NO_OPTIONS,
+    handoff: Handoff = NO_HANDOFF,
     allow_plaintext: AllowPlaintext = False,
 ) -> int:
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
-    from triptych.cli.serve import run
+    from triptych.cli.serve import EngineFlags, run
 
-    return run(model, topology, options, http, allow_plaintext=allow_plaintext)
+    return run(model, topology, EngineFlags(options, handoff), http, allow_plaintext=allow_plaintext)
 
 
 @app.command
@@ -112,6 +133,29 @@ def ask(*words: Annotated[str, Parameter(name="PICTURE... QUESTION")], model: Mo
     from triptych.cli.ask import run
 
     return run(list(words), model)
+
+
+evaluations = App(name="eval", help="Check that answers are what they should be.")
+app.command(evaluations)
+
+
+@evaluations.command
+def parity(
+    model: Model = DEMO,
+    /,
+    *,
+    kv_transport: Annotated[
+        Literal["memory", "shared-dir", "nixl"], Parameter(help="How KV moves between the two engines.")
+    ] = "shared-dir",
+    only: Annotated[
+        list[ParityGroup] | None,
+        Parameter(negative="", help="A group of cases; may be given several times. Default: all."),
+    ] = None,
+) -> int:
+    """Compare one engine with prefill and decode apart: tokens, text, log probabilities, usage; in this process."""
+    from triptych.cli.eval import run
+
+    return run(model, kv_transport, only or ())
 
 
 @app.command

@@ -1,13 +1,14 @@
-"""What the command line says about one engine. Each field is a flag of ``engine`` and of ``serve``."""
+"""What the command line says about engines. Each field is a flag of ``engine`` and of ``serve``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from pathlib import Path  # noqa: TC003 - the command line reads the annotations
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from triptych.cli.flags import at_least_one, not_negative, size
+from triptych.cli.flags import at_least_one, not_negative, positive, size
 from triptych.core.config import MIB, MediaLimits, SchedulerConfig
 
 _STEP = SchedulerConfig()
@@ -73,14 +74,7 @@ class EngineOptions:
 
     def words(self) -> list[str]:
         """The same as command-line words, for a child process."""
-        words = []
-        for field in fields(self):
-            value, flag = getattr(self, field.name), field.name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            elif value is not None:
-                words += [f"--{flag}", str(value)]
-        return words
+        return _words({one.name: getattr(self, one.name) for one in fields(self)})
 
     def limits(self) -> MediaLimits:
         """The part that concerns media."""
@@ -91,3 +85,50 @@ class EngineOptions:
             max_request_pixels=self.max_request_pixels,
             media_preparation_limit=self.media_preparation_limit,
         )
+
+
+SECRET_VARIABLE = "TRIPTYCH_HANDOFF_SECRET"
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffOptions:
+    """How engines hand prompts to each other. Each field is a flag of ``engine`` and of ``serve``."""
+
+    kv_transport: Annotated[
+        Literal["shared-dir", "nixl"] | None,
+        Parameter(help="How KV moves between engines. Default: shared-dir for prefill and decode, none otherwise."),
+    ] = None
+    kv_directory: Annotated[
+        Path | None,
+        Parameter(
+            help="Private directory of shared-dir, the same for all engines of a host. Default: one of the user's in "
+            "/dev/shm, else in the directory for temporary files."
+        ),
+    ] = None
+    session_ttl: Annotated[
+        float, Parameter(validator=positive, help="Seconds for which a computed prompt waits for a decode engine.")
+    ] = 60.0
+    handoff_secret: Annotated[
+        str | None,
+        Parameter(
+            env_var=SECRET_VARIABLE,
+            show_default=False,
+            help="Signs what engines hand to each other; the same for all of them. Better set the variable: "
+            "other users of the machine can read flags.",
+        ),
+    ] = field(default=None, repr=False)
+
+    def words(self) -> list[str]:
+        """The same as command-line words, for a child process; the secret has its variable."""
+        return _words({one.name: getattr(self, one.name) for one in fields(self) if one.name != "handoff_secret"})
+
+
+def _words(values: dict[str, object]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import sys
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.child import EngineProcess, EngineRefused
-from triptych.cli.flags import model_directory, served_name, split_address
+from triptych.cli.flags import model_directory, served_name, split_address, split_topology
 from triptych.cli.gateway import open_gateway
-from triptych.cli.progress import loading_bar
+from triptych.cli.options import SECRET_VARIABLE
+from triptych.cli.progress import loading_bars
+from triptych.cli.transports import signer_of
 from triptych.core.errors import StartupError
 from triptych.rpc.server import check_address
 from triptych.text.chat import ChatTemplate
@@ -19,62 +22,96 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
-    from triptych.cli.options import EngineOptions
+    from triptych.cli.options import EngineOptions, HandoffOptions
 
 
 READY_SECONDS = 60.0
 """How long the gateway may take to learn a model from engines that are ready."""
 
 
-TOPOLOGIES = {"aggregated": "aggregated"}
-"""The role of the engine that each topology starts."""
+class EngineFlags(NamedTuple):
+    """What all the engines are started with."""
+
+    options: EngineOptions
+    handoff: HandoffOptions
+
+    def words(self) -> list[str]:
+        """As command-line words."""
+        return [*self.options.words(), *self.handoff.words()]
+
+    def environment(self) -> dict[str, str]:
+        """The secret, which everybody on this machine could read among the words; of this start's own if need be."""
+        return {SECRET_VARIABLE: self.handoff.handoff_secret or secrets.token_hex(32)}
 
 
-def run(model: str, topology: str, options: EngineOptions, http: str, *, allow_plaintext: bool) -> int:
+def run(model: str, topology: str, flags: EngineFlags, http: str, *, allow_plaintext: bool) -> int:
     """Serve until a signal; returns the exit code."""
     # what is wrong with MODEL or HOST:PORT is said before anything starts
     directory = model_directory(model)
     ChatTemplate.load(directory, Tokenizer.load(directory))
     check_address(*split_address(http), allow_plaintext=allow_plaintext)
+    signer_of(flags.handoff)
     try:
-        return asyncio.run(_serve(model, TOPOLOGIES[topology], options, http))
+        return asyncio.run(_serve(model, split_topology(topology), flags, http))
     except EngineRefused:
         return 1  # its own line said why
 
 
-async def _serve(model: str, role: str, options: EngineOptions, http: str) -> int:
+async def _serve(model: str, roles: tuple[str, ...], flags: EngineFlags, http: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    environment = flags.environment()
     async with AsyncExitStack() as cleanup:
-        engine = await EngineProcess.start([model, "--role", role, *options.words()])
-        cleanup.push_async_callback(engine.stop)
-        up = asyncio.create_task(_bring_up(cleanup, engine, model, http))
+        engines: list[EngineProcess] = []
+        cleanup.push_async_callback(_stop_all, engines)
+        for role in roles:
+            engine = await EngineProcess.start(role, [model, *flags.words()], environment)
+            engines.append(engine)
+        up = asyncio.create_task(_bring_up(cleanup, engines, model, http))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({up, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             up.cancel()
             await asyncio.wait({up})
             return 0
-        print(f"{served_name(model, options.served_name)} is ready: {up.result()}\nCtrl-C ends it.", flush=True)
-        ended = asyncio.create_task(engine.wait())
-        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        name = served_name(model, flags.options.served_name)
+        print(f"{name} is ready: {up.result()}\nCtrl-C ends it.", flush=True)
+        ended = {asyncio.create_task(engine.wait()): engine for engine in engines}
+        await asyncio.wait({*ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            print(f"triptych: the engine ended by itself (exit code {ended.result()})", file=sys.stderr)
+            for task, engine in ended.items():
+                if task.done():
+                    what = "the engine" if len(engines) == 1 else f"the {engine.role} engine on {engine.address}"
+                    print(f"triptych: {what} ended by itself (exit code {task.result()})", file=sys.stderr)
             return 1
         print("draining ...", flush=True)
     return 0
 
 
-async def _bring_up(cleanup: AsyncExitStack, engine: EngineProcess, model: str, http: str) -> str:
-    """Wait for the engine, open the gateway, and wait until a request would be answered; returns the URL."""
-    with loading_bar(model) as bar:
-        await engine.wait_ready(bar)
-    opened = await open_gateway(cleanup, [EngineChannel(engine.address)], *split_address(http))
+async def _stop_all(engines: list[EngineProcess]) -> None:
+    """Together: each may have requests that it still answers."""
+    await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def _bring_up(cleanup: AsyncExitStack, engines: list[EngineProcess], model: str, http: str) -> str:
+    """Wait for the engines, open the gateway, and wait until a request would be answered; returns the URL."""
+    names = [model] if len(engines) == 1 else [f"{model} ({engine.role})" for engine in engines]
+    with loading_bars(names) as bars:
+        loading = [asyncio.create_task(e.wait_ready(bar)) for e, bar in zip(engines, bars, strict=True)]
+        try:
+            await asyncio.gather(*loading)
+        finally:
+            for task in loading:  # one that cannot start ends the others
+                task.cancel()
+            await asyncio.gather(*loading, return_exceptions=True)
+    channels = [EngineChannel(engine.address) for engine in engines]
+    opened = await open_gateway(cleanup, channels, *split_address(http))
     try:
         async with asyncio.timeout(READY_SECONDS):
             await opened.router.wait_ready()
     except TimeoutError:
-        raise StartupError(f"the gateway could not use its engine: {opened.router.engines[0].detail}") from None
+        detail = "; ".join(engine.detail for engine in opened.router.engines if engine.detail)
+        raise StartupError(f"the gateway could not use its engines: {detail}") from None
     return opened.url

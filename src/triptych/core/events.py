@@ -84,6 +84,7 @@ class PrefillReady:
     request_id: str
     session: Session
     usage: Usage
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,13 +86,13 @@ class StepPlan:
     """Requests whose state the runner drops."""
     evictions: tuple[bytes, ...] = ()
     """Encoder-cache keys whose rows the runner drops."""
+    copies: tuple[Copy, ...] = ()
+    scrubs: tuple[int, ...] = ()
+    """Blocks that may hold anything: their numbers are made finite."""
     withdrawals: tuple[str, ...] = ()
     """Sessions that nobody shall take any more; the transport may not know them."""
     cancels: tuple[int, ...] = ()
     """Loads that nobody wants any more; they end all the same."""
-    copies: tuple[Copy, ...] = ()
-    scrubs: tuple[int, ...] = ()
-    """Blocks that may hold anything: their numbers are made finite."""
     loads: tuple[Load, ...] = ()
     """They are begun, and go on by themselves."""
     starts: tuple[Request, ...] = ()

@@ -5,7 +5,7 @@ requests need in every step lies in arrays with one line for each request, so th
 decodes is a handful of gathers:
 
     line            0    1    2   ...
-    tables          [blocks of the request, then 0]
+    tables          [blocks of the request, then its first one again and again]
     last            latest known token
     delta           position minus index, for tokens after the prompt
 
@@ -84,7 +84,7 @@ class SequenceState:
         """Known tokens by index, prompt first."""
         self.tokens[: self.prompt_len] = request.plan.token_ids
         self.answered = False
-        """Whether a token was sampled. The log probabilities of the prompt have then been given, and are not again."""
+        """Whether the first token is known. The log probabilities of the prompt are then given, and not again."""
         self.chooser = Chooser(request, vocab_size)
         self._rows_at: dict[int, Ints] = {}
 
@@ -181,7 +181,8 @@ class BatchBuilder:
             return
         width = piece.table_from + len(piece.blocks)
         self._tables[line, piece.table_from : width] = piece.blocks
-        self._tables[line, width : self._widths[line]] = 0
+        if piece.table_from == 0 or width < self._widths[line]:
+            self._tables[line, width:] = self._tables[line, 0]
         self._widths[line] = width
 
     def append(self, request_id: str, index: int, token: int) -> None:
@@ -193,6 +194,20 @@ class BatchBuilder:
         """
         state = self._states[request_id]
         state.chooser.observe(token)
+        self._note(state, index, token)
+
+    def resume(self, request_id: str, token: int) -> None:
+        """Note the first token of a started request, which another engine sampled.
+
+        Raises:
+            InvalidRequest: the request's grammar refuses it; nothing was noted.
+            Internal: the request's grammar failed; likewise.
+        """
+        state = self._states[request_id]
+        state.chooser.resume(token)
+        self._note(state, state.prompt_len, token)
+
+    def _note(self, state: SequenceState, index: int, token: int) -> None:
         if index < len(state.tokens):  # the last token of an answer is never computed
             state.tokens[index] = token
         self._last[state.line] = token

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from triptych.core.config import SchedulerConfig
+    from triptych.core.handles import KvHandle
     from triptych.core.request import Request
 
 
@@ -65,7 +66,11 @@ class RequestLimits:
                 raise Internal("the members of a group differ in their cache options")
             if request.sampling.seed is None and not request.sampling.greedy:
                 raise Internal("a request that samples came without a seed")
+            if request.export != leader.export or handle_of(request) is not handle_of(leader):
+                raise Internal("the members of a group differ in the session that they name")
         self._check_prompt(leader)
+        if leader.resume is not None:
+            self._check_resume(requests, leader.resume.handle)
 
     def _check_prompt(self, request: Request) -> None:
         length = len(request.plan)
@@ -75,7 +80,8 @@ class RequestLimits:
                 f"the prompt has {length} tokens, which leaves no room for an answer in the context window of "
                 f"{self.context} tokens"
             )
-        if len(request.inputs) != len(request.plan.items):
+        computable = request.resume is None or bool(request.inputs)
+        if computable and len(request.inputs) != len(request.plan.items):
             raise InvalidRequest(f"{len(request.inputs)} encoder inputs for {len(request.plan.items)} media items")
         if request.positions.table.shape[1] != length:
             raise InvalidRequest(f"{request.positions.table.shape[1]} positions for {length} tokens")
@@ -90,3 +96,34 @@ class RequestLimits:
                     f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
                     f"{capacity}; send a smaller item, or start with --encoder-cache-bytes {size}"
                 )
+
+    def _check_resume(self, requests: Sequence[Request], handle: KvHandle) -> None:
+        size, length = self._config.block_size, len(requests[0].plan)
+        if requests[0].export is not None:
+            raise Internal("a request goes on from another engine's work and computes its prompt for one")
+        if handle.blocks != -(-length // size):
+            raise InvalidRequest(
+                f"the KV session has {handle.blocks} blocks; a prompt of {length} tokens has {-(-length // size)} of "
+                f"{size} tokens"
+            )
+        needed = length // size + len(requests)
+        if needed > self._config.num_blocks:
+            raise PromptTooLong(
+                f"{len(requests)} outputs of a prompt of {length} tokens need {needed} KV blocks at once, and there "
+                f"are {self._config.num_blocks}; ask for fewer, or start with a larger --kv-cache-bytes"
+            )
+        for request in requests:
+            if request.logprobs.prompt:
+                raise InvalidRequest(
+                    "response.return_prompt_logprobs: the prompt of a KV session was computed by another engine, which "
+                    "has its log probabilities"
+                )
+            if request.logprobs.output and request.resume is not None and request.resume.logprob is None:
+                raise InvalidRequest(
+                    "response.return_output_logprobs: the KV session has no log probability of its first token"
+                )
+
+
+def handle_of(request: Request) -> KvHandle | None:
+    """The session that the request goes on from."""
+    return None if request.resume is None else request.resume.handle

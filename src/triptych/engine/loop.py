@@ -1,6 +1,7 @@
 """The thread on which an engine lives: plan, run, apply, deliver, until there is nothing to do; then sleep.
 
-Others reach it by three messages (submit, abort, stop) through one queue, and hear from it by one callback.
+Others reach it by messages through one queue (submit, abort, stop; withdraw and release of KV sessions; loaded), and
+hear from it by one callback.
 What they may read at any time are counters. An error of the loop itself ends it: every live request is failed,
 new ones are refused, and ``failure`` says why. Of cached blocks nothing more is said then: none can be used again.
 """
@@ -15,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.errors import Draining, DuplicateRequest, Internal, TriptychError
-from triptych.core.events import Failed, Finished
+from triptych.core.events import Failed, Finished, Prefilled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from triptych.core.events import Event
+    from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.load import Load
     from triptych.core.request import Request
@@ -58,7 +59,23 @@ class _Stop:
     pass
 
 
-_Message = _Submit | _Abort | _Stop
+@dataclass(frozen=True, slots=True)
+class _Withdraw:
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    number: int
+    error: TriptychError | None
+
+
+_Message = _Submit | _Abort | _Stop | _Withdraw | _Release | _Loaded
 
 
 class Engine:
@@ -91,13 +108,13 @@ class Engine:
         """
         self._arriving = 0
         """Requests in the inbox."""
-        self._deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None] = _to_nobody
+        self._deliver: Callable[[tuple[EngineEvent, ...], tuple[KvChange, ...]], None] = _to_nobody
         self._lock = threading.Lock()
         self._closed = False
         self._failure: TriptychError | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, deliver: Callable[[tuple[Event, ...], tuple[KvChange, ...]], None]) -> None:
+    def start(self, deliver: Callable[[tuple[EngineEvent, ...], tuple[KvChange, ...]], None]) -> None:
         """Begin, once.
 
         ``deliver`` is called on the engine thread with the events of a step and with what the step did to cached
@@ -146,6 +163,23 @@ class Engine:
         with self._lock:
             if request_id in self._live:
                 self._inbox.put(_Abort(request_id))
+
+    def withdraw(self, session_id: str) -> None:
+        """Have nobody take this KV session any more, soon; from any thread. One that is not known is no error."""
+        self._put(_Withdraw(session_id))
+
+    def release(self, session_id: str) -> None:
+        """The KV transport reads the session's blocks no more; from any thread."""
+        self._put(_Release(session_id))
+
+    def loaded(self, number: int, error: TriptychError | None) -> None:
+        """A load of a plan has ended, well or with an error, and nothing writes to its blocks; from any thread."""
+        self._put(_Loaded(number, error))
+
+    def _put(self, message: _Message) -> None:
+        with self._lock:
+            if not self._closed:  # or nobody would read it
+                self._inbox.put(message)
 
     def stop(self) -> None:
         """Refuse new requests, end the live ones as cancelled, and wait for the thread. Idempotent."""
@@ -205,6 +239,12 @@ class Engine:
                 self._queue(requests)
             case _Abort(request_id):
                 self._send(self._scheduler.abort(request_id, self._clock()))
+            case _Withdraw(session_id):
+                self._scheduler.withdraw(session_id)
+            case _Release(session_id):
+                self._scheduler.release(session_id)
+            case _Loaded(number, error):
+                self._send(self._scheduler.loaded(number, error, self._clock()))
             case _Stop():
                 return False
         return True
@@ -225,14 +265,15 @@ class Engine:
 
     def _step(self) -> None:
         plan = self._scheduler.plan(self._clock())
+        self._send(self._scheduler.take_events())
         result = self._runner.run(plan)
         events = self._scheduler.apply(result, self._clock())
         self._send(events, self._scheduler.take_kv_changes())
 
-    def _send(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...] = ()) -> None:
+    def _send(self, events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...] = ()) -> None:
         if not events and not kv_changes:
             return
-        ended = [event.request_id for event in events if isinstance(event, Finished | Failed)]
+        ended = [event.request_id for event in events if isinstance(event, Finished | Prefilled | Failed)]
         if ended:
             with self._lock:
                 # Before delivery: whoever hears of the end may submit the id again at once.
@@ -274,6 +315,6 @@ class Engine:
             logger.exception("the end of %d request(s) could not be delivered", len(ids))
 
 
-def _to_nobody(events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
+def _to_nobody(events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...]) -> None:
     """The receiver before ``start``; nothing is ever sent to it."""
     raise Internal(f"{len(events)} event(s) and {len(kv_changes)} change(s) of an engine that was not started")

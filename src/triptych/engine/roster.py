@@ -4,28 +4,44 @@ A request waits, is attached to one that leads it, or runs. Only a running one h
 table and references on encoder rows. Each way out of running (preemption, the end) gives all of it back once.
 
     waiting ----admit----> running --retire-->
-       ^  ^                 |   ^
-       |  +----preempt------+   | fork: the leader's prompt is computed and there is a block
-       |                        |
-       +-----------------------attached        the leader ended before that, or there is no block
+       ^  ^                 |  ^ ^
+       |  +----preempt------+  | | fork: the leader's prompt is computed and there is a block
+       |                       | |
+       +-----------------------|-attached      the leader ended before that, or there is no block
+                               |
+                            resuming           another engine's KV has come (resumption.py)
+
+Blocks are held for two others: loads that have not ended, and leases, whose blocks other engines read (leases.py).
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import IntegrityError
 from triptych.engine.blocks import BlockPool
 from triptych.engine.encoder_cache import EncoderCache
 from triptych.engine.journal import KvJournal
+from triptych.engine.leases import Leases
+from triptych.engine.resumption import Resumptions
 from triptych.engine.running import Running
 from triptych.engine.waiting import Waiting
 
 if TYPE_CHECKING:
     from triptych.core.config import SchedulerConfig
     from triptych.engine.encoder_cache import Holder
+    from triptych.engine.resumption import Resumption
     from triptych.engine.sequence import Sequence
+
+
+class Growth(NamedTuple):
+    """Whether a request got one more block, and who ended for it."""
+
+    grown: bool
+    lost: tuple[Sequence, ...] = ()
+    """They had to give way and could not have computed their blocks again."""
 
 
 class Roster:
@@ -37,9 +53,11 @@ class Roster:
         "cache",
         "ended",
         "journal",
+        "leases",
         "pool",
         "preemptions",
         "reserved",
+        "resumptions",
         "running",
         "running_tokens",
         "waiting",
@@ -50,6 +68,8 @@ class Roster:
         self.journal = KvJournal() if kv_changes else None
         self.pool = BlockPool(config.num_blocks, self.journal)
         self.cache = EncoderCache(config.encoder_cache_bytes)
+        self.leases = Leases(self.pool)
+        self.resumptions = Resumptions(self.pool, config.block_size)
         self.waiting = Waiting()
         self.attached: dict[str, Sequence] = {}
         """The followers of all that lead."""
@@ -64,12 +84,29 @@ class Roster:
     @property
     def queued(self) -> int:
         """Requests that are live and do not run."""
-        return len(self.waiting) + len(self.attached)
+        return len(self.waiting) + len(self.attached) + self.resumptions.arriving
 
     @property
     def places(self) -> int:
         """Requests that run or are sure to."""
-        return len(self.running) + self.reserved
+        return len(self.running) + self.reserved + self.resumptions.loading
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the next plan has something to say that needs no request."""
+        resumptions = self.resumptions
+        return bool(self.ended or self.leases.withdrawals or resumptions.cancels or resumptions.scrubs)
+
+    def settle(self) -> None:
+        """What the next plan had to say was said."""
+        self.ended.clear()
+        self.leases.withdrawals.clear()
+        self.resumptions.settle()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether blocks are held that come back by themselves: somebody else decides when."""
+        return bool(self.leases.sessions or self.resumptions.loads)
 
     @property
     def spare(self) -> int:
@@ -78,12 +115,19 @@ class Roster:
 
     def find(self, request_id: str) -> Sequence | None:
         """The live request with this id, or None."""
-        return self.running.by_id.get(request_id) or self.waiting.get(request_id) or self.attached.get(request_id)
+        return (
+            self.running.by_id.get(request_id)
+            or self.waiting.get(request_id)
+            or self.attached.get(request_id)
+            or self.resumptions.by_id.get(request_id)
+        )
 
     def enqueue(self, sequence: Sequence) -> None:
         """Take a new request: a follower joins its leader, which was taken before, anybody else the queue."""
         if sequence.leader is None:
             self.waiting.push(sequence)
+            if sequence.request.export is not None:
+                sequence.lease = self.leases.begin(sequence.request.export)
         else:
             sequence.leader.followers.append(sequence)
             self.attached[sequence.request_id] = sequence
@@ -126,21 +170,62 @@ class Roster:
             else:
                 self.waiting.push(follower)
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Add one block, at the cost of the highest key; False when the request had to give way itself."""
+    def resume(self, resumption: Resumption) -> bool:
+        """Reserve what one that arrived needs; False when there is too little just now."""
+        needed = resumption.blocks(self._block_size)
+        found = self.find_prefix(resumption.members[0]) if needed else []
+        missing = needed - len(found)
+        if needed and missing + self.pool.idle(found) > self.spare:
+            return False
+        self.resumptions.reserve(resumption, found, missing)
+        return True
+
+    def land(self, resumption: Resumption) -> None:
+        """The KV has come: the outputs that still wait for it run from now on."""
+        landed = self.resumptions.land(resumption)
+        for sequence, blocks in landed:
+            if sequence is not landed[0].sequence:
+                sequence.chain.adopt(landed[0].sequence.chain)
+            sequence.registered = resumption.found
+            self._place(sequence, blocks, sequence.prompt_len)
+
+    def grow(self, sequence: Sequence) -> Growth:
+        """Add one block, at the cost of others, or of itself.
+
+        Of those that can come back the highest key gives way, but to such a one only if it is not below its own, and
+        the lowest key of all to itself alone: so the oldest always gets on. One that cannot come back gives way to
+        another such one only, when nobody else is left.
+        """
+        lost: list[Sequence] = []
         while True:
             blocks = self.pool.allocate(1)
             if blocks is not None:
                 sequence.blocks.extend(blocks)
-                return True
-            victim = self.running.last()
-            self._preempt(victim)
+                return Growth(True, tuple(lost))
+            victim = self._victim(sequence)
+            if victim.replaceable:
+                self._preempt(victim)
+            else:
+                self.retire(victim)
+                lost.append(victim)
             if victim is sequence:
-                return False
+                return Growth(False, tuple(lost))
+
+    def _victim(self, sequence: Sequence) -> Sequence:
+        """Who gives way; with the highest keys coming first, nobody below the request's own key comes before itself."""
+        order = self.running.from_last()
+        if sequence.replaceable:
+            return next(each for each in order if each.replaceable)
+        first = self.running.first()
+        return next(
+            (each for each in order if each.replaceable and each is not first),
+            next(each for each in self.running.from_last() if not each.replaceable),
+        )
 
     def advance(self, sequence: Sequence, length: int) -> None:
         """``length`` more tokens are computed: cache the blocks that are full now, let go of the items passed."""
         self._move(sequence, length)
+        sequence.unproven = ()
         full = sequence.computed // self._block_size
         if full > sequence.registered:
             sequence.chain.extend(sequence.output, full)
@@ -166,8 +251,13 @@ class Roster:
         """
         for follower in self._dismiss(sequence):
             self.waiting.push(follower)
+        if sequence.lease is not None:
+            self.leases.drop(sequence.lease)
+            sequence.lease = None
         if sequence.leader is not None:
             self._detach(sequence, sequence.leader)
+        elif sequence.resumption is not None:
+            self.resumptions.leave(sequence)
         elif sequence.running:
             self._stop(sequence, suspect=suspect)
         else:
@@ -181,11 +271,10 @@ class Roster:
         Raises:
             IntegrityError: naming the first contradiction.
         """
-        references: dict[int, int] = {}
+        references = Counter((*self.leases.references(), *self.resumptions.references()))
         holders: dict[bytes, set[Holder]] = {}
         for sequence in self.running:
-            for block in sequence.blocks:
-                references[block] = references.get(block, 0) + 1
+            references.update(sequence.blocks)
             for item in sequence.held:
                 key = sequence.request.plan.items[item].content_key
                 holders.setdefault(key, set()).add((sequence.request_id, item))
@@ -195,7 +284,8 @@ class Roster:
                 raise IntegrityError(f"request {sequence.request_id!r}: computed tokens without blocks")
         self.pool.check_integrity(references)
         self.cache.check_integrity(holders)
-        idle = (*self.waiting, *self.attached.values())
+        self.resumptions.check_integrity()
+        idle = (*self.waiting, *self.attached.values(), *self.resumptions.by_id.values())
         if any(sequence.blocks or sequence.held or sequence.computed or sequence.running for sequence in idle):
             raise IntegrityError("a request that does not run holds blocks or rows")
         if self.running_tokens != sum(sequence.computed for sequence in self.running):
@@ -231,13 +321,17 @@ class Roster:
         blocks = self.pool.allocate(missing)
         if blocks is None:
             raise IntegrityError(f"request {sequence.request_id!r}: blocks counted as available were not")
+        sequence.registered = len(shared)
+        self._place(sequence, [*shared, *blocks], len(shared) * self._block_size)
+        if not sequence.started and sequence.request.resume is None:
+            sequence.cached_prompt_tokens = sequence.computed
+
+    def _place(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        """It runs, with this table and so many tokens computed."""
         self.running.add(sequence)
         sequence.running = True
-        sequence.blocks = [*shared, *blocks]
-        sequence.registered = len(shared)
-        self._move(sequence, len(shared) * self._block_size)
-        if not sequence.started:
-            sequence.cached_prompt_tokens = sequence.computed
+        sequence.blocks = blocks
+        self._move(sequence, computed)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back into the queue, with its key: known tokens and media inputs stay, blocks and references go."""
@@ -249,9 +343,11 @@ class Roster:
 
     def _stop(self, sequence: Sequence, *, suspect: bool) -> None:
         self.pool.release(sequence.blocks, forget=suspect)
+        self.resumptions.scrub(sequence.unproven)
         for item in tuple(sequence.held):
             self._release_rows(sequence, item)
         self.running.remove(sequence)
+        sequence.running = False
         self.running_tokens -= sequence.computed
 
     def _dismiss(self, leader: Sequence) -> tuple[Sequence, ...]:

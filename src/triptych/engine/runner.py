@@ -1,4 +1,4 @@
-"""Obeys a step plan: drops, encodes, computes, samples, and looks up the log probabilities that are wanted.
+"""Obeys a step plan: drops, moves KV, encodes, computes, samples, and looks up wanted log probabilities.
 
 What goes wrong with one request fails that request. A call that fails for a batch is repeated for each part
 alone, so that only the bad part is lost; repeating is safe because a slice writes the same slots again, and because
@@ -23,6 +23,7 @@ from triptych.core.step import StepResult
 from triptych.engine.batch import BatchBuilder
 from triptych.engine.logprobs import token_logprobs
 from triptych.engine.sampler import Draw, choose_tokens, not_finite
+from triptych.engine.transfers import Transfers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,12 +74,20 @@ _Choice = int | TriptychError | None
 
 
 class Runner:
-    """Owns the KV storage, the encoder rows and the state of started requests. Belongs to the engine thread."""
+    """Owns the KV storage, the encoder rows and the state of started requests. Belongs to the engine thread.
 
-    def __init__(self, model: Model, kv: KvCache, config: SchedulerConfig) -> None:
+    Args:
+        model: what computes.
+        kv: of as many blocks as ``config`` says.
+        config: bounds.
+        transfers: moves KV between engines; None where none is moved.
+    """
+
+    def __init__(self, model: Model, kv: KvCache, config: SchedulerConfig, transfers: Transfers | None = None) -> None:
         self._model = model
         self._spec = model.text.spec
         self._kv = kv
+        self._transfers = transfers or Transfers.none()
         self._builder = BatchBuilder(self._spec, config)
         self._rows: dict[bytes, torch.Tensor] = {}
         """Encoder rows by key, each [rows, row width] in the decoder's dtype."""
@@ -87,8 +96,11 @@ class Runner:
         """Refuse what the model cannot read. Reads only constants: safe from any thread.
 
         Raises:
-            InvalidRequest: a token id outside the vocabulary, in the prompt or among the candidates for log
-                probabilities; positions of the wrong shape; or media without a tower.
+            InvalidRequest: a token id outside the vocabulary, in the prompt, among the candidates for log
+                probabilities or as the first token of a KV session; positions of the wrong shape; media without a
+                tower; or a KV session that no transport here can read.
+            UnsupportedFeature: there is no KV transport for what is asked.
+            SessionMismatch: the KV session's blocks are not shaped as these.
         """
         low, high = int(request.plan.token_ids.min()), int(request.plan.token_ids.max())
         if low < 0 or high >= self._spec.vocab_size:
@@ -101,12 +113,15 @@ class Runner:
             raise InvalidRequest("the request has media but the model has no tower")
         for name in ("prompt_candidates", "output_candidates"):
             candidates = getattr(request.logprobs, name)
-            ids = candidates.token_ids if isinstance(candidates, GivenIds) else ()
-            outside = next((token for token in ids if not 0 <= token < self._spec.vocab_size), None)
-            if outside is not None:
-                raise InvalidRequest(
-                    f"response.{name}: token id {outside} is outside the vocabulary of {self._spec.vocab_size}"
-                )
+            self._check_ids(f"response.{name}", candidates.token_ids if isinstance(candidates, GivenIds) else ())
+        if request.resume is not None:
+            self._check_ids("the KV session's first token", (request.resume.token_id,))
+        self._transfers.check(request, self._kv.layout)
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        outside = next((token for token in ids if not 0 <= token < self._spec.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(f"{name}: token id {outside} is outside the vocabulary of {self._spec.vocab_size}")
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -115,14 +130,20 @@ class Runner:
             self._builder.end(request_id)
         for key in plan.evictions:
             del self._rows[key]
-        for request in plan.starts:
-            self._builder.start(request)
+        for copy in plan.copies:
+            self._kv.storage[copy.target].copy_(self._kv.storage[copy.source])
+        self._scrub(plan.scrubs)
+        self._transfers.begin(plan)
         outcome = _Outcome({}, {}, {}, {})
+        for request in plan.starts:
+            self._start(request, outcome.failures)
         begin = time.perf_counter()
         encoded = self._encode(plan.encode, outcome.failures) if plan.encode else _Encoded((), {})
         middle = time.perf_counter()
         if plan.tokens:
             self._compute(plan.tokens, encoded.troubles, outcome)
+        end = time.perf_counter()
+        stored = self._transfers.store(plan.stores, outcome.failures)
         return StepResult(
             sampled=outcome.sampled,
             encoded=encoded.stored,
@@ -130,8 +151,17 @@ class Runner:
             prompt_logprobs=outcome.prompt_logprobs,
             failures=outcome.failures,
             encode_seconds=middle - begin if plan.encode else 0.0,
-            token_seconds=time.perf_counter() - middle,
+            token_seconds=end - middle,
+            stored=stored,
         )
+
+    def _start(self, request: Request, failures: dict[str, TriptychError]) -> None:
+        self._builder.start(request)
+        if request.resume is not None:
+            try:
+                self._builder.resume(request.request_id, request.resume.token_id)
+            except TriptychError as error:
+                failures[request.request_id] = error
 
     # -- encoder -------------------------------------------------------------------------------
 
@@ -317,13 +347,13 @@ class Runner:
             outcome.prompt_logprobs[request_id] = prompt
 
     def _fail(self, piece: TokenSlice, error: TriptychError, outcome: _Outcome) -> None:
-        self._scrub(piece.request_id)
+        self._scrub(self._builder.blocks(piece.request_id))
         outcome.failures[piece.request_id] = error
 
-    def _scrub(self, request_id: str) -> None:
-        """Make the blocks of a request finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""
+    def _scrub(self, blocks: Sequence[int]) -> None:
+        """Make blocks finite again: attention multiplies masked slots too, and 0 * NaN is NaN."""
         # In place, block by block: there may be no memory left for a copy.
-        for block in self._builder.blocks(request_id):
+        for block in blocks:
             torch.nan_to_num_(self._kv.storage[block], posinf=0.0, neginf=0.0)
 
 

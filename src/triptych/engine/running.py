@@ -32,9 +32,13 @@ class Running:
         """All of them now, the lowest key first; they may leave meanwhile."""
         return iter(self._order.copy())
 
-    def last(self) -> Sequence:
-        """The one with the highest key; somebody must run."""
-        return self._order[-1]
+    def from_last(self) -> Iterator[Sequence]:
+        """The highest key first; nobody may come or leave meanwhile."""
+        return reversed(self._order)
+
+    def first(self) -> Sequence:
+        """The one with the lowest key; somebody must run."""
+        return self._order[0]
 
     def add(self, sequence: Sequence) -> None:
         """It runs from now on."""

@@ -136,6 +136,18 @@ class Chooser:
         if self.penalties is not None:
             self.penalties.observe(token)
 
+    def resume(self, token: int) -> None:
+        """Remember a first token that was picked elsewhere; before anything else.
+
+        Raises:
+            InvalidRequest: what the grammar says of itself. The token then counts nowhere.
+            Internal: the grammar failed otherwise; likewise.
+        """
+        if self._grammar is not None:
+            with self._watched():
+                self._matcher = self._grammar.matcher()
+        self.observe(token)
+
     def _bans(self, index: int) -> bool:
         return index - self._prompt_len < self._min_tokens and bool(self._banned)
 

@@ -5,11 +5,15 @@
     events = scheduler.apply(result, now)   account for what happened
 
 Order of a pass: decodes, then running prefills, then the queue; within each by key (see priority.py), which is
-urgency and age in one number. The first of the queue that cannot start blocks those behind it. When blocks run out
-the running request with the highest key goes back to the queue and keeps its key; whoever waits never drives out one
-that runs.
+urgency and age in one number; see admission.py for the queue. When blocks run out the running request with the highest
+key goes back to the queue and keeps its key; whoever waits never drives out one that runs. Who could not come back,
+because its prompt cannot be computed here or is on its way to another engine, gives way last, and ends.
 
 Several outputs of one request are a group: the first computes the prompt, the others go on from its blocks.
+
+A prompt that is computed for another engine is stored under a lease while it is computed, and its outputs end with
+their first tokens; the lease outlives them. A prompt that another engine computed is loaded into blocks that are
+reserved for all of it, and its outputs begin with the tokens that they were given.
 
 All blocks of the known tokens are taken at admission, so only a growing answer can run out of them. The step
 in which an item is encoded is also one that computes tokens of it, so there are no steps without tokens.
@@ -21,38 +25,36 @@ import itertools
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import DuplicateRequest, IntegrityError, Internal, Overloaded
-from triptych.core.events import Failed, Finished, FinishReason, Tokens
+from triptych.core.events import Admitted
 from triptych.core.load import Load
-from triptych.core.step import StepPlan, TokenSlice
+from triptych.core.step import StepPlan
+from triptych.engine.admission import admit, no_room
 from triptych.engine.encoding import EncodePass, Selection
 from triptych.engine.limits import RequestLimits
+from triptych.engine.outcomes import Outcomes, left_out
 from triptych.engine.priority import head_start
 from triptych.engine.roster import Roster
 from triptych.engine.sequence import Sequence
 from triptych.engine.statistics import SchedulerStatistics
+from triptych.engine.step_pass import StepPass
 
 if TYPE_CHECKING:
     from collections import abc
 
+    import numpy as np
+    import numpy.typing as npt
+
     from triptych.core.config import SchedulerConfig
     from triptych.core.errors import TriptychError
-    from triptych.core.events import Event
+    from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
     from triptych.core.step import StepResult
 
-
-class _Pass:
-    """What one call of ``plan`` has decided so far."""
-
-    __slots__ = ("budget", "encoder", "now", "starts", "tokens")
-
-    def __init__(self, budget: int, encoder: EncodePass, now: float) -> None:
-        self.budget = budget
-        self.encoder = encoder
-        self.now = now
-        self.starts: list[Request] = []
-        self.tokens: list[TokenSlice] = []
+_GAVE_WAY = (
+    "the KV pool is full (--kv-cache-bytes), and this request cannot be computed again here: its prompt came from "
+    "another engine, or is on its way to one; retry"
+)
 
 
 class Scheduler:
@@ -69,17 +71,16 @@ class Scheduler:
         self._row_bytes = row_bytes
         self._limits = RequestLimits(config, row_bytes)
         self._roster = Roster(config, kv_changes=kv_changes)
+        self._outcomes = Outcomes(self._roster)
+        self._counts = self._outcomes.counts
         self._serials = itertools.count()
         self._step: tuple[StepPlan, float] | None = None
         """The plan in flight, and when it was made."""
+        self._stalled = False
+        """Whether nobody can get on until something arrives."""
+        self._events: list[EngineEvent] = []
+        """What plans decided and nobody has taken."""
         self._prefill_batch = self._decode_batch = 0
-        self._counts = dict.fromkeys(
-            (
-                *("steps", "accepted", "finished", "cancelled", "failed", "prompt_tokens", "cached_prompt_tokens"),
-                *("computed_tokens", "generated_tokens", "encoded_items"),
-            ),
-            0,
-        )
         self._encode_seconds = self._token_seconds = 0.0
 
     # -- arrivals ------------------------------------------------------------------------------
@@ -120,20 +121,29 @@ class Scheduler:
             DuplicateRequest: a live request has one of the ids.
             PromptTooLong: see ``check``.
             InvalidRequest: see ``check``.
+            Internal: the session under which the prompt is to be stored is in use.
         """
         self.check(requests)
         for request in requests:
             if self._roster.find(request.request_id) is not None:
                 raise DuplicateRequest(f"request {request.request_id!r} is live")
-        leader = None
+        resume, export = requests[0].resume, requests[0].export
+        if export is not None:
+            self._roster.leases.check(export)
+        members: list[Sequence] = []
         for request in requests:
             key = (request.arrival - head_start(request.priority, self._config.priority_seconds), next(self._serials))
-            sequence = Sequence(request, key, self._limits.context, self._config.block_size, leader)
-            self._roster.enqueue(sequence)
-            leader = leader or sequence
+            leader = members[0] if members and resume is None else None
+            members.append(Sequence(request, key, self._limits.context, self._config.block_size, leader))
+        if resume is not None:
+            self._roster.resumptions.arrive(members, resume.handle)
+        else:
+            for sequence in members:
+                self._roster.enqueue(sequence)
         self._counts["accepted"] += len(requests)
+        self._stalled = False
 
-    def abort(self, request_id: str, now: float) -> tuple[Event, ...]:
+    def abort(self, request_id: str, now: float) -> tuple[EngineEvent, ...]:
         """End a request; an id that is not live is no error.
 
         Returns the terminal event, or nothing while the request is part of the step in flight: ``apply`` then
@@ -142,15 +152,49 @@ class Scheduler:
         sequence = self._roster.find(request_id)
         if sequence is None:
             return ()
+        self._stalled = False
         if sequence.in_flight:
             sequence.aborted = True
             return ()
-        return (self._cancel(sequence, now),)
+        return (self._outcomes.cancel(sequence, now),)
+
+    def withdraw(self, session_id: str) -> None:
+        """Nobody shall take this session any more, whoever holds it. Its request, if it is live, is not ended."""
+        self._roster.leases.withdrawals.append(session_id)
+
+    def release(self, session_id: str) -> None:
+        """The transport reads the blocks of this session no more; one that is not known is no error."""
+        self._roster.leases.release(session_id)
+        self._stalled = False
+
+    def loaded(self, number: int, error: TriptychError | None, now: float) -> tuple[EngineEvent, ...]:
+        """A load has ended, well or with an error: no transport writes to its blocks any more.
+
+        Raises:
+            IntegrityError: it is not under way.
+        """
+        resumption = self._roster.resumptions.heard(number)
+        events: list[EngineEvent] = []
+        for sequence in tuple(resumption.members):
+            resume = sequence.request.resume
+            if error is not None or resume is None:
+                events.append(self._outcomes.fail(sequence, error or Internal("nothing is known to go on from")))
+                continue
+            sequence.cached_prompt_tokens = resume.cached_prompt_tokens
+            events += self._outcomes.token(sequence, resume.token_id, resume.logprob, now)
+        self._roster.land(resumption)
+        if error is None:
+            self._counts["imported_sessions"] += 1
+            self._counts["imported_blocks"] += len(resumption.load.moves)
+        self._stalled = False
+        return tuple(events)
 
     @property
     def busy(self) -> bool:
-        """Whether another step is due: requests are live, or the runner has state to drop."""
-        return bool(self._roster.running or self._roster.waiting or self._roster.ended)
+        """Whether another step is due: requests can get on, or the runner has something to drop."""
+        roster = self._roster
+        live = roster.running or roster.waiting or roster.resumptions.arrived
+        return roster.unsettled or (bool(live) and not self._stalled)
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -158,108 +202,94 @@ class Scheduler:
         """Decide the next step. Every plan must be answered by ``apply`` before the next one.
 
         Raises:
-            IntegrityError: the last plan was not applied, or requests are live and none can get on.
+            IntegrityError: the last plan was not applied, or requests are live, none can get on, and nobody else holds
+                what they wait for.
         """
         if self._step is not None:
             raise IntegrityError("a step was planned while another is in flight")
         roster = self._roster
         encoder = EncodePass(roster.cache, self._config, self._row_bytes)
-        work = _Pass(self._config.max_batched_tokens, encoder, now)
+        work = StepPass(self._config.max_batched_tokens, encoder, now, self._config.block_size)
         prefills = self._plan_decodes(work)
         self._decode_batch = len(work.tokens)
         for sequence in prefills:
             self._plan_prefill(work, sequence)
         self._admit(work)
         self._prefill_batch = len(work.tokens) - self._decode_batch
-        if not work.tokens and (roster.running or roster.waiting):
+        self._stalled = not work.tokens and bool(roster.running or roster.waiting)
+        if self._stalled and not roster.awaited:
             raise IntegrityError(f"nothing can be scheduled: {roster.describe()}")
         plan = StepPlan(
-            starts=tuple(work.starts),
             ends=tuple(roster.ended),
             evictions=tuple(encoder.evictions),
+            withdrawals=tuple(roster.leases.withdrawals),
+            cancels=tuple(roster.resumptions.cancels),
+            copies=tuple(roster.resumptions.copies),
+            scrubs=tuple(roster.resumptions.scrubs),
+            loads=tuple(work.loads),
+            starts=tuple(work.starts),
             encode=tuple(encoder.tasks),
             tokens=tuple(work.tokens),
+            stores=tuple(work.stores),
         )
-        roster.ended.clear()
+        roster.settle()
         self._step = (plan, now)
         return plan
 
-    def _plan_decodes(self, work: _Pass) -> list[Sequence]:
+    def take_events(self) -> tuple[EngineEvent, ...]:
+        """What the last plan decided, for whoever will not wait until it is computed; else ``apply`` returns it."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def _plan_decodes(self, work: StepPass) -> list[Sequence]:
         """Plan one token for each decoding request; returns the running requests that still prefill."""
         size = self._config.block_size
+        for sequence in self._roster.running:
+            # Before anything is planned: whoever gives way to these may have a lower key.
+            if sequence.fixed and sequence.running and sequence.computed == len(sequence.blocks) * size:
+                self._grow(sequence)
         prefills = []
         for sequence in self._roster.running:
             if not sequence.running:
-                continue  # preempted in this pass, for one with a lower key
+                continue  # it gave way in this pass
             if not sequence.decoding:
                 prefills.append(sequence)
-            elif work.budget and (sequence.computed < len(sequence.blocks) * size or self._roster.grow(sequence)):
-                self._slice(work, sequence, Selection(sequence.known, ()))
+            elif work.budget and (sequence.computed < len(sequence.blocks) * size or self._grow(sequence)):
+                work.slice(sequence, Selection(sequence.known, ()))
         return prefills
 
-    def _plan_prefill(self, work: _Pass, sequence: Sequence) -> None:
+    def _grow(self, sequence: Sequence) -> bool:
+        growth = self._roster.grow(sequence)
+        self._events += (self._outcomes.lost(lost, Overloaded(_GAVE_WAY)) for lost in growth.lost)
+        return growth.grown
+
+    @staticmethod
+    def _plan_prefill(work: StepPass, sequence: Sequence) -> None:
         if not work.budget:
             return
         start = sequence.computed
         selection = work.encoder.select(sequence, start, min(sequence.known, start + work.budget))
         if selection.end > start:
-            self._slice(work, sequence, selection)
+            work.slice(sequence, selection)
 
-    def _admit(self, work: _Pass) -> None:
-        """Start waiting requests in order; the first that cannot start blocks those behind it."""
-        roster, size = self._roster, self._config.block_size
-        while work.budget and (sequence := roster.waiting.head()) is not None:
-            if roster.places + 1 + len(sequence.followers) > self._config.max_running_requests:
-                return
-            spare = roster.spare
-            if spare <= 0:
-                return
-            hits = roster.find_prefix(sequence)
-            missing = -(-sequence.known // size) - len(hits)
-            if missing + roster.pool.idle(hits) > spare:
-                return
-            start = len(hits) * size
-            selection = work.encoder.select(sequence, start, min(sequence.known, start + work.budget))
-            if selection.end == start:
-                return
-            roster.admit(sequence, hits, missing)
-            self._count_prompt(sequence)
-            self._slice(work, sequence, selection)
-
-    def _count_prompt(self, sequence: Sequence) -> None:
-        """The prompt of a group counts once, as its leader finds it; that of one whose leader never ran as its own."""
-        if not sequence.counted:
-            self._counts["prompt_tokens"] += sequence.prompt_len
-            self._counts["cached_prompt_tokens"] += sequence.computed
-            for member in (sequence, *sequence.followers):
-                member.counted = True
-
-    @staticmethod
-    def _slice(work: _Pass, sequence: Sequence, selection: Selection) -> None:
-        if not sequence.started:
-            sequence.started = True
-            sequence.first_scheduled = work.now
-            work.starts.append(sequence.request)
-        length = selection.end - sequence.computed
-        sent, blocks = sequence.sent, sequence.blocks
-        work.tokens.append(
-            TokenSlice(
-                sequence.request_id,
-                sequence.computed,
-                length,
-                sent,
-                tuple(blocks[sent:]) if sent < len(blocks) else (),
-                selection.rows,
-                selection.end == sequence.known,
-            )
-        )
-        sequence.sent = len(blocks)
-        sequence.in_flight = True
-        work.budget -= length
+    def _admit(self, work: StepPass) -> None:
+        admitted = admit(work, self._roster, self._config)
+        for sequence in admitted.started:
+            self._outcomes.prompt((sequence, *sequence.followers), sequence.computed)
+        for resumption in admitted.loading:
+            work.loads.append(resumption.load)
+            self._outcomes.prompt(resumption.members, resumption.found * self._config.block_size)
+            for sequence in resumption.members:
+                sequence.first_scheduled = work.now
+                self._events.append(Admitted(sequence.request_id))
+        for resumption in admitted.refused:
+            error = no_room(resumption, self._roster, self._config)
+            self._events += [self._outcomes.fail(sequence, error) for sequence in tuple(resumption.members)]
 
     # -- apply ---------------------------------------------------------------------------------
 
-    def apply(self, result: StepResult, now: float) -> tuple[Event, ...]:
+    def apply(self, result: StepResult, now: float) -> tuple[EngineEvent, ...]:
         """Account for the step in flight; returns its events, a request's own in order.
 
         A failure ends its owners only. Unless it was the encoder's, the KV is suspect: the blocks that the
@@ -274,7 +304,11 @@ class Scheduler:
         self._step = None
         failures = dict(result.failures)
         lost = self._apply_encode(plan, result, planned_at, failures) if plan.encode else set()
-        events: list[Event] = []
+        events = list(self.take_events())
+        for store in plan.stores:
+            lease = self._roster.running.by_id[store.request_id].lease
+            if lease is not None and store.session_id in result.stored:
+                self._roster.leases.extend(lease, store.blocks)
         for piece in plan.tokens:
             sequence = self._roster.running.by_id[piece.request_id]
             sequence.in_flight = False
@@ -283,18 +317,19 @@ class Scheduler:
             token = result.sampled.get(piece.request_id) if piece.samples else None
             error = failures.get(piece.request_id)
             if error is None and piece.samples:
-                error = _left_out(sequence, token, result)
+                error = left_out(sequence, token, result)
             if error is not None:
-                events.append(self._fail(sequence, error, suspect=piece.request_id not in lost))
+                events.append(self._outcomes.fail(sequence, error, suspect=piece.request_id not in lost))
                 continue
             self._roster.advance(sequence, piece.length)
             self._counts["computed_tokens"] += piece.length
             if sequence.followers and sequence.prefilled:
                 self._roster.fork(sequence)
             if sequence.aborted:
-                events.append(self._cancel(sequence, now))
+                events.append(self._outcomes.cancel(sequence, now))
             elif token is not None:
-                self._append(sequence, token, result, now, events)
+                handle = result.stored.get(sequence.lease.session_id) if sequence.lease is not None else None
+                events += self._outcomes.sampled(sequence, token, result.logprobs.get(piece.request_id), handle, now)
         self._counts["steps"] += 1
         self._encode_seconds += result.encode_seconds
         self._token_seconds += result.token_seconds
@@ -322,43 +357,22 @@ class Scheduler:
             sequence.encode_seconds += result.encode_seconds
         return lost
 
-    def _append(self, sequence: Sequence, token: int, result: StepResult, now: float, events: list[Event]) -> None:
-        if sequence.first_token is None:
-            sequence.first_token = now
-        if sequence.prompt_logprobs is not None:
-            events.append(sequence.take_prompt())
-        reason = sequence.append(token)
-        self._counts["generated_tokens"] += 1
-        stop = None if reason is None else sequence.stop_match(token)
-        if stop is None or sequence.shows(stop):
-            logprobs = (result.logprobs[sequence.request_id],) if sequence.request.logprobs.output else ()
-            events.append(Tokens(sequence.request_id, (token,), "", logprobs))
-        if reason is not None:
-            self._roster.retire(sequence)
-            self._counts["finished"] += 1
-            events.append(Finished(sequence.request_id, reason, sequence.usage(), stop, sequence.spans(now)))
-
-    def _cancel(self, sequence: Sequence, now: float) -> Finished:
-        self._roster.retire(sequence)
-        self._counts["cancelled"] += 1
-        return Finished(sequence.request_id, FinishReason.CANCELLED, sequence.usage(), spans=sequence.spans(now))
-
-    def _fail(self, sequence: Sequence, error: TriptychError, *, suspect: bool) -> Failed:
-        self._roster.retire(sequence, suspect=suspect)
-        self._counts["failed"] += 1
-        return Failed(sequence.request_id, error)
-
     def take_kv_changes(self) -> tuple[KvChange, ...]:
         """What happened to cached blocks since the last call, in order. Take them after every step."""
         return self._roster.journal.take() if self._roster.journal is not None else ()
 
     # -- views ---------------------------------------------------------------------------------
 
+    @property
+    def generations(self) -> npt.NDArray[np.int64]:
+        """[num_blocks]: see ``BlockPool.generations``."""
+        return self._roster.pool.generations
+
     def load(self) -> Load:
         """How busy it is. Reads counters only: safe from any thread."""
         roster = self._roster
         return Load(
-            running_requests=len(roster.running),
+            running_requests=len(roster.running) + roster.resumptions.loading,
             queued_requests=roster.queued,
             used_blocks=roster.pool.held,
             total_blocks=roster.pool.total,
@@ -370,13 +384,18 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Counters since the start. Reads counters only: safe from any thread."""
+        roster = self._roster
         return SchedulerStatistics(
             **self._counts,
-            preemptions=self._roster.preemptions,
+            preemptions=roster.preemptions,
+            sessions=roster.leases.sessions,
+            leased_blocks=roster.leases.blocks,
+            loads=roster.resumptions.loads,
+            loading_blocks=roster.resumptions.held,
             encode_seconds=self._encode_seconds,
             token_seconds=self._token_seconds,
-            blocks=self._roster.pool.statistics(),
-            encoder_cache=self._roster.cache.statistics(),
+            blocks=roster.pool.statistics(),
+            encoder_cache=roster.cache.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -386,17 +405,3 @@ class Scheduler:
             IntegrityError: naming the first contradiction.
         """
         self._roster.check_integrity()
-
-
-def _left_out(sequence: Sequence, token: int | None, result: StepResult) -> TriptychError | None:
-    """What a runner owes for a slice that sampled and did not fail, and did not return."""
-    request_id = sequence.request_id
-    if token is None:
-        return Internal(f"the step returned no token for request {request_id!r}")
-    if sequence.request.logprobs.output and request_id not in result.logprobs:
-        return Internal(f"the step returned no log probability for request {request_id!r}")
-    if sequence.prompt_logprobs is not None:  # the slice that samples for the first time ends the prompt
-        got, due = len(sequence.prompt_logprobs), sequence.prompt_len - sequence.first_logprob
-        if got != due:
-            return Internal(f"{got} log probabilities came for {due} prompt tokens of request {request_id!r}")
-    return None

@@ -9,12 +9,13 @@ a step computes some of the difference:
 A request that decodes is one whose prompt is computed and whose difference is 1.
 
 The outputs of one client's request are a group of such records. The first leads: it computes the prompt. The others
-follow, attached to it and holding nothing, until that is done; from then on each is a request like any other.
+follow, attached to it and holding nothing, until that is done; from then on each is a request like any other. Where
+another engine has computed the prompt nobody leads: all belong to a resumption until its KV has come.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.events import EosToken, FinishReason, Prompt, Span, StopMatch, StopToken, Usage
 from triptych.engine.prefix import BlockChain, chain_seed
@@ -22,7 +23,17 @@ from triptych.engine.prefix import BlockChain, chain_seed
 if TYPE_CHECKING:
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
+    from triptych.engine.leases import Lease
     from triptych.engine.priority import Key
+    from triptych.engine.resumption import Resumption
+
+
+class Ending(NamedTuple):
+    """How an answer ends."""
+
+    reason: FinishReason
+    stop: StopMatch | None
+    """Set when the reason is STOP."""
 
 
 class Sequence:
@@ -40,12 +51,14 @@ class Sequence:
         "encode_started",
         "first_scheduled",
         "first_token",
+        "fixed",
         "followers",
         "held",
         "in_flight",
         "key",
         "known",
         "leader",
+        "lease",
         "limit",
         "next_item",
         "output",
@@ -54,9 +67,11 @@ class Sequence:
         "registered",
         "request",
         "request_id",
+        "resumption",
         "running",
         "sent",
         "started",
+        "unproven",
     )
 
     def __init__(
@@ -69,6 +84,12 @@ class Sequence:
         """Whose prompt this request waits for; None when it is on its own."""
         self.followers: list[Sequence] = []
         """Who is attached to this request; nobody once its prompt is computed."""
+        self.lease: Lease | None = None
+        """Where its blocks are stored, if it computes the prompt for another engine."""
+        self.resumption: Resumption | None = None
+        """What it waits for, if another engine computed the prompt."""
+        self.fixed = bool(request.plan.items) and not request.inputs
+        """Whether its prompt cannot be computed here: another engine did."""
         self.prompt_len = len(request.plan)
         self.limit = context
         """Tokens at which the answer ends: the context window, the pool and max_tokens together."""
@@ -82,6 +103,8 @@ class Sequence:
         """Leading blocks of the table that the runner knows."""
         self.registered = 0
         """Leading blocks of the table that were offered to the prefix cache, or came from it."""
+        self.unproven: tuple[int, ...] = ()
+        """Blocks whose content came from another engine, until a step has found it to be finite numbers."""
         digest = request.adapter.digest if request.adapter else b""
         self.chain = BlockChain(request.plan, chain_seed(request.cache.salt, digest), block_size)
         self.held: set[int] = set()
@@ -120,9 +143,17 @@ class Sequence:
         """Leading tokens that need not be computed if their KV is found.
 
         The last known token is computed for the next one, and the token before the first prompt token that gets a
-        log probability for that.
+        log probability for that. If the next one is known already, nothing need be computed.
         """
+        if self.resumption is not None:
+            return self.known
         return self.known - 1 if self.prompt_logprobs is None else self.first_logprob - 1
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether it can give its blocks away now, and compute them again later."""
+        stored = self.lease is not None and self.lease.open  # another engine may read them: they would not be free
+        return not (stored or self.fixed)
 
     @property
     def first_logprob(self) -> int:
@@ -140,25 +171,31 @@ class Sequence:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
         self.blocks = []
+        self.unproven = ()
         self.computed = self.sent = self.registered = self.next_item = 0
         self.held.clear()
-        self.running = False
 
-    def append(self, token: int) -> FinishReason | None:
-        """Add a sampled token; returns why the answer ends with it, or None."""
+    def append(self, token: int) -> Ending | None:
+        """Add a token; returns how the answer ends with it, or None."""
+        ending = self.ending(token)
         self.output.append(token)
         self.known += 1
-        if self.stop_match(token) is not None:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.known >= self.limit else None
+        return ending
 
-    def stop_match(self, token: int) -> StopMatch | None:
-        """What the latest token ends the answer by; a caller's own stop id goes before the model's eos.
+    def ending(self, token: int) -> Ending | None:
+        """How the answer would end if this token came next; None if it would go on."""
+        stop = self._stop_match(token)
+        if stop is not None:
+            return Ending(FinishReason.STOP, stop)
+        return Ending(FinishReason.LENGTH, None) if self.known + 1 >= self.limit else None
+
+    def _stop_match(self, token: int) -> StopMatch | None:
+        """What the answer would end by; a caller's own stop id goes before the model's eos.
 
         A grammar allows an eos where the answer is complete and nothing else may follow, so that one always counts.
         """
         stopping = self.request.stopping
-        early = len(self.output) <= stopping.min_tokens
+        early = len(self.output) < stopping.min_tokens
         if not early and token in stopping.stop_token_ids:
             return StopToken(token)
         if token in self.request.eos_token_ids and (
@@ -182,9 +219,8 @@ class Sequence:
         spans = [Span("queue", self.arrival, self.first_scheduled)]
         if self.encode_started is not None:
             spans.append(Span("encode", self.encode_started, self.encode_started + self.encode_seconds))
-        if self.first_token is None:
-            spans.append(Span("prefill", self.first_scheduled, now))
-        else:
-            spans.append(Span("prefill", self.first_scheduled, self.first_token))
+        before = "prefill" if self.request.resume is None else "load"
+        spans.append(Span(before, self.first_scheduled, now if self.first_token is None else self.first_token))
+        if self.first_token is not None:
             spans.append(Span("decode", self.first_token, now))
         return tuple(spans)

@@ -12,22 +12,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Counters since the start."""
+    """Counters since the start, unless they say otherwise."""
 
     steps: int
     accepted: int
     finished: int
+    """Outputs that were handed to another engine among them."""
     cancelled: int
     failed: int
     preemptions: int
     prompt_tokens: int
     """Of requests that were admitted; the outputs of one request count once together, as the first of them does."""
     cached_prompt_tokens: int
-    """Of those prompt tokens, the ones whose KV was reused."""
+    """Of those prompt tokens, the ones whose KV this engine had."""
     computed_tokens: int
     """All that steps computed: again after a preemption, and the end of its prompt by every output."""
     generated_tokens: int
     encoded_items: int
+    exported_sessions: int
+    """Prompts that another engine may take."""
+    imported_sessions: int
+    """Prompts that came from another engine."""
+    imported_blocks: int
+    """KV blocks that were fetched for them."""
+    sessions: int
+    """Now: those that another engine may take or is taking, or whose withdrawal is not confirmed."""
+    leased_blocks: int
+    """Now: KV blocks held for these; one that two of them share counts twice."""
+    loads: int
+    """Now: prompts of other engines on their way, whether or not somebody still waits for them."""
+    loading_blocks: int
+    """Now: KV blocks held for these."""
     encode_seconds: float
     token_seconds: float
     blocks: BlockStatistics

@@ -16,6 +16,7 @@ from triptych.core.errors import ModelNotFound, RequestNotFound, TriptychError
 from triptych.gateway.chat import ChatCompletions
 from triptych.gateway.errors import ErrorReply, reply, to_reply
 from triptych.gateway.limits import GatewayLimits
+from triptych.gateway.pool import reason
 from triptych.gateway.route import Router
 from triptych.gateway.texts import Texts
 from triptych.gateway.timeline import Timelines
@@ -82,10 +83,12 @@ class Gateway:
         return {"id": model.served_name, "object": "model", "created": self._started, "owned_by": "triptych"}
 
     async def _health(self, _: Request) -> Response:
-        ready = any(engine.state.usable for engine in self.router.engines)
+        pool = self.router.pool
+        ready = any(engine.model and pool.can_answer(engine.model) for engine in pool.engines)
         engines = [
             {
                 "address": engine.address,
+                "role": engine.part.value if engine.part else None,
                 "state": engine.state.value,
                 "detail": engine.detail,
                 "model": engine.model.served_name if engine.model else None,
@@ -93,7 +96,9 @@ class Gateway:
             }
             for engine in self.router.engines
         ]
-        return _json(200 if ready else 503, {"status": "ok" if ready else "unavailable", "engines": engines})
+        if ready:
+            return _json(200, {"status": "ok", "engines": engines})
+        return _json(503, {"status": "unavailable", "detail": reason(pool.engines), "engines": engines})
 
     async def _timeline(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

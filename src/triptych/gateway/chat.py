@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from triptych.gateway.engine import ServedModel
+    from triptych.gateway.engine import Answer, ServedModel
     from triptych.gateway.limits import GatewayLimits
-    from triptych.gateway.route import Answer, Router
+    from triptych.gateway.route import Router
     from triptych.gateway.timeline import Timeline, Timelines
     from triptych.gateway.workers import Workers
 
@@ -91,6 +91,8 @@ class ChatCompletions:
             started = time.time()
             async with self._router.generate(model, request) as answer:
                 timeline.measured("first token", started)
+                for measured in answer.before:
+                    timeline.add(*measured)
                 async with aclosing(_observed(answer, timeline)) as events:
                     if asked.stream:
                         await _send_stream(head, events, client)
@@ -154,7 +156,7 @@ async def _observed(answer: Answer, timeline: Timeline) -> AsyncGenerator[Event,
     """The events, with the engine's spans taken note of."""
     async for event in answer.events:
         if isinstance(event, Finished):
-            timeline.add(f"engine {answer.address}", event.spans)
+            timeline.add(answer.process, event.spans)
         yield event
 
 

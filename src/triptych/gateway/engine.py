@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triptych.core.errors import Draining, Internal, TriptychError, UnsupportedFeature
 from triptych.wire.gen import lifecycle_pb2, server_pb2
@@ -14,16 +14,30 @@ from triptych.wire.modality import MODALITIES
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from triptych.core.events import Event
+    from triptych.core.events import Event, Span
     from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
+    from triptych.core.session import SealedSession
     from triptych.gateway.texts import ModelText, Texts
     from triptych.wire.gen import model_pb2
 
 log = logging.getLogger(__name__)
 
-_ROLES = (server_pb2.ENGINE_ROLE_AGGREGATED, server_pb2.ENGINE_ROLE_UNSPECIFIED)
-"""Unspecified: engines that serve every role say so."""
+
+class Part(enum.Enum):
+    """What an engine does of a request."""
+
+    WHOLE = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+_PARTS = {
+    server_pb2.ENGINE_ROLE_AGGREGATED: Part.WHOLE,
+    server_pb2.ENGINE_ROLE_UNSPECIFIED: Part.WHOLE,  # engines that serve every role say so
+    server_pb2.ENGINE_ROLE_PREFILL: Part.PREFILL,
+    server_pb2.ENGINE_ROLE_DECODE: Part.DECODE,
+}
 
 
 class Events(Protocol):
@@ -40,6 +54,23 @@ class Events(Protocol):
     async def aclose(self) -> None:
         """Cancel the request unless it has ended."""
         ...
+
+
+class Measured(NamedTuple):
+    """What one process has measured."""
+
+    process: str
+    spans: tuple[Span, ...]
+
+
+class Answer(NamedTuple):
+    """A request that an engine has accepted."""
+
+    process: str
+    """What the engine does, and its address."""
+    events: Events
+    before: tuple[Measured, ...] = ()
+    """By the engines that worked on it earlier."""
 
 
 class Channel(Protocol):
@@ -64,6 +95,14 @@ class Channel(Protocol):
 
     async def health(self) -> lifecycle_pb2.HealthResponse:
         """Named checks."""
+        ...
+
+    async def abort(self, request_id: str) -> object:
+        """End a request, and the session that it has left."""
+        ...
+
+    async def abort_session(self, session: SealedSession) -> object:
+        """Let go of a session that waits for a decode engine."""
         ...
 
     async def close(self) -> None:
@@ -124,6 +163,8 @@ class Engine:
         """One line about the state."""
         self.model: ServedModel | None = None
         """The last one known, kept while the engine is away."""
+        self.part: Part | None = None
+        """Likewise."""
         self.in_flight = 0
         """Requests of this gateway's that run there."""
         self.last_used = 0
@@ -135,7 +176,10 @@ class Engine:
         try:
             info = await self.channel.get_server_info()
             if self.model is None or info.instance_id != self._instance_id:
-                self.model = await self._learn(info, texts)
+                part = _PARTS.get(info.engine_role)
+                if part is None:
+                    raise UnsupportedFeature(f"this gateway knows no engines of the role {info.engine_role}")
+                self.model, self.part = await self._learn(info, texts), part
                 self._instance_id = info.instance_id
             health = await self.channel.health()
         except TriptychError as error:
@@ -144,6 +188,22 @@ class Engine:
             troubles = [f"{check.name}: {check.message}" for check in health.checks if check.state != health.state]
             self.set_state(_STATES.get(health.state, EngineState.NOT_READY), "; ".join(troubles))
 
+    async def generate(self, request: GenerateRequest) -> Events:
+        """Start a request; returns once its first event is there.
+
+        Raises:
+            TriptychError: it was refused, or that event is its failure.
+        """
+        try:
+            return await self.channel.generate(request)
+        except Draining as error:
+            self.set_state(EngineState.UNREACHABLE, str(error))
+            raise
+
+    def left(self) -> None:
+        """One request less runs there."""
+        self.in_flight -= 1
+
     def set_state(self, state: EngineState, detail: str) -> None:
         """Take note of what was found; a change is logged."""
         if state is not self.state:
@@ -151,14 +211,13 @@ class Engine:
         self.state, self.detail = state, detail
 
     async def _learn(self, info: server_pb2.ServerInfo, texts: Texts) -> ServedModel:
-        if info.engine_role not in _ROLES:
-            raise UnsupportedFeature("this gateway works with engines of the role aggregated")
         if not info.supported_models:
             raise Internal("the engine names no model")
         model = await self.channel.get_model_info(info.supported_models[0])
         if not model.max_context_length:
             raise Internal("the engine names no context length")
         capabilities = model.multimodal_capabilities
+        modalities = (*capabilities.aggregate_modalities, *capabilities.prefill_decode_modalities)
         return ServedModel(
             served_name=model.served_model_name,
             names=frozenset((model.served_model_name, model.model_id, *model.served_model_aliases)) - {""},
@@ -167,6 +226,6 @@ class Engine:
             image_token_id=capabilities.routing_image_token_id
             if capabilities.HasField("routing_image_token_id")
             else None,
-            modalities=frozenset(MODALITIES[m] for m in capabilities.aggregate_modalities if m in MODALITIES),
+            modalities=frozenset(MODALITIES[m] for m in modalities if m in MODALITIES),
             text=await texts.load(model.tokenizer.source),
         )

@@ -121,7 +121,8 @@ class PackedBatch:
     contexts: tuple[int, ...]
     """S KV lengths after this step: tokens before the slice plus the slice."""
     block_tables: torch.Tensor
-    """[S, widest table] int64 block ids, padded with 0."""
+    """[S, widest table] int64 block ids. Behind a sequence's own ones comes one of them again: what is hidden is
+    multiplied too, and nobody else's broken numbers shall be."""
     singles: int
     """The first ``singles`` sequences have exactly one token."""
     sample_at: torch.Tensor

@@ -68,7 +68,7 @@ class Description(NamedTuple):
     """Memory that the loaded weights will take."""
 
 
-def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto") -> Description:
+def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto", *, tower: bool = True) -> Description:
     """What :func:`load_model` would load, checked but not read: headers only.
 
     Raises:
@@ -76,7 +76,7 @@ def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto") ->
         UnknownArchitecture: no row.
         StartupError: an unknown element type or device.
     """
-    plan = _plan(Path(directory), device, dtype)
+    plan = _plan(Path(directory), device, dtype, tower=tower)
     parts = _build(plan, torch.device("meta"))
     plan.checkpoint.match(parts.slots(), ignored=plan.ignored)
     weight_bytes = sum(slot.target.nbytes for slot in parts.slots())
@@ -89,6 +89,8 @@ def load_model(
     device: str = "cpu",
     dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
+    *,
+    tower: bool = True,
 ) -> Model:
     """Load the model of a Hugging Face directory.
 
@@ -97,13 +99,14 @@ def load_model(
         device: A torch device.
         dtype: ``auto``, ``float32``, ``float16`` or ``bfloat16``.
         progress: Called with bytes read and bytes in all.
+        tower: False leaves out the encoder of a model that has one; its tensors are then not looked at.
 
     Raises:
         CheckpointError: a file is missing, damaged or unsupported; a tensor is missing, left over or misshapen.
         UnknownArchitecture: no row.
         StartupError: an unknown element type or device, or too little memory.
     """
-    plan = _plan(Path(directory), device, dtype)
+    plan = _plan(Path(directory), device, dtype, tower=tower)
     # Shapes first: sizes that only config.json claims are never allocated.
     plan.checkpoint.match(_build(plan, torch.device("meta")).slots(), ignored=plan.ignored)
     try:
@@ -125,9 +128,13 @@ class _Plan(NamedTuple):
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
+    tower: bool
+    """Whether an encoder is loaded, where there is one."""
 
     def ignored(self, name: str) -> bool:
-        """Tensors that old exporters wrote and nothing needs."""
+        """Tensors that old exporters wrote and nothing needs, and those of an encoder that is left out."""
+        if self.family.has_tower and not self.tower and name.startswith(_TOWER_PREFIX):
+            return True
         return name.endswith("rotary_emb.inv_freq") or (self.decoder.tied and name == _HEAD)
 
 
@@ -143,7 +150,7 @@ class _Parts(NamedTuple):
             yield from self.tower.slots(_TOWER_PREFIX)
 
 
-def _plan(directory: Path, device: str, dtype: str) -> _Plan:
+def _plan(directory: Path, device: str, dtype: str, *, tower: bool) -> _Plan:
     config = read_json(directory, "config.json")
     architecture = architecture_of(config)
     if architecture not in FAMILIES:
@@ -163,6 +170,7 @@ def _plan(directory: Path, device: str, dtype: str) -> _Plan:
         checkpoint=checkpoint,
         device=where,
         dtype=_dtype(dtype, checkpoint.stored.get(f"{family.decoder.prefix}embed_tokens.weight"), where),
+        tower=tower,
     )
 
 
@@ -188,7 +196,7 @@ def _build(plan: _Plan, device: torch.device) -> _Parts:
         if device.type != "meta":
             raise
         raise CheckpointError(f"{plan.checkpoint.directory}: config.json asks for impossible sizes") from error
-    if plan.vision is not None:
+    if plan.vision is not None and plan.tower:
         from triptych.models.vision.qwen3_vl import Qwen3VLTower
 
         tower = Qwen3VLTower(plan.vision, device, plan.dtype)

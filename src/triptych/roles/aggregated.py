@@ -1,10 +1,12 @@
 """The aggregated role: one process encodes, prefills and decodes.
 
-accept     validate, take the id and a place in line for media, hand back an Answer
-submit     open media, expand, position, and into the engine's queue, one request an output
-           (a task that outlives an impatient caller; another thread from here on)
-take       the engine's events, back on the loop  -> Answer.push
-Answer     detokenise, match stop strings, join   -> the caller
+    accept     validate, take the id and a place in line for media, hand back an Answer
+    submit     open media, expand, position, and into the engine's queue, one request an output
+               (a task that outlives an impatient caller; another thread from here on)
+    take       the engine's events, back on the loop  -> Answer.push
+    Answer     detokenise, match stop strings, join   -> the caller
+
+Where KV can be moved, such an engine also computes prompts for others, and goes on from what others computed.
 """
 
 from __future__ import annotations
@@ -21,22 +23,53 @@ if TYPE_CHECKING:
     from triptych.engine.loop import Engine
     from triptych.media.admission import Ticket
     from triptych.roles.answer import AnswerStream
+    from triptych.roles.contract import Answer
+    from triptych.roles.decode import Decode
     from triptych.roles.intake import Draft, Intake
     from triptych.roles.live import LiveRequests
+    from triptych.roles.prefill import Prefill
 
 
 class Aggregated:
-    """Runs requests whole. Implements ``roles.desk.Service``."""
+    """Runs requests whole. Implements ``roles.desk.Service``.
 
-    def __init__(self, intake: Intake, engine: Engine, live: LiveRequests) -> None:
+    Args:
+        intake: prepares requests.
+        engine: computes them.
+        live: its requests.
+        prefill: computes prompts for other engines; None where KV cannot be handed over.
+        decode: goes on from what other engines computed; None where KV cannot be fetched.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        engine: Engine,
+        live: LiveRequests,
+        prefill: Prefill | None = None,
+        decode: Decode | None = None,
+    ) -> None:
         self._intake = intake
         self._engine = engine
         self._live = live
+        self._prefill = prefill
+        self._decode = decode
 
-    async def accept(self, request: GenerateRequest) -> AnswerStream:
+    async def accept(self, request: GenerateRequest) -> Answer:
         """Validate and admit; see ``Role.accept``."""
+        if request.session is not None:
+            if self._decode is None:
+                raise UnsupportedFeature("kv.session is not supported by this engine")
+            return await self._decode.resume(request)
+        if request.handoff:
+            if self._prefill is None:
+                raise RoleMismatch("extra.request_type asks for one leg of a request; this engine runs requests whole")
+            return await self._prefill.accept(request)
+        return await self.run_whole(request)
+
+    async def run_whole(self, request: GenerateRequest) -> AnswerStream:
+        """Accept a request that begins and ends here."""
         arrival = time.monotonic()
-        _refuse_half(request)
         self._live.refuse(request)
         draft = await self._intake.validate(request, arrival)
         self._live.refuse(request)  # validation may have waited
@@ -50,10 +83,3 @@ class Aggregated:
         if answer.wanted():
             answer.prepared = Span("prepare", draft.arrival, time.monotonic())
             self._engine.submit(fan_out(prepared, answer.serials, answer.prepared.end))
-
-
-def _refuse_half(request: GenerateRequest) -> None:
-    if request.session is not None:
-        raise UnsupportedFeature("kv.session is not supported by this engine")
-    if request.handoff:
-        raise RoleMismatch("extra.request_type asks for one leg of a request; this engine runs requests whole")

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import Cancelled
-from triptych.core.events import Admitted, EngineEvent, Event, Failed, Finished, FinishReason, Prompt, Span, Tokens, Usage
+from triptych.core.events import (
+    Admitted,
+    EngineEvent,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Prompt,
+    Span,
+    Tokens,
+    Usage,
+)
+from triptych.roles.timeline import in_unix_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +163,7 @@ class AnswerStream:
             spans[-1] = replace(spans[-1], end=end)
         if self.prepared is not None:
             spans.insert(0, self.prepared)
-        return tuple(map(_to_unix, spans))
+        return in_unix_seconds(spans)
 
     def _pile(self, delta: Tokens) -> None:
         """Queue a delta, together with one of the same output that was not read yet."""
@@ -221,10 +232,3 @@ class _Pile:
 
 def _entries(logprobs: tuple[TokenLogprob, ...]) -> int:
     return sum(1 if one.candidates is None else 1 + len(one.candidates.token_ids) for one in logprobs)
-
-
-_UNIX_MINUS_MONOTONIC = time.time() - time.monotonic()
-
-
-def _to_unix(span: Span) -> Span:
-    return Span(span.name, span.start + _UNIX_MINUS_MONOTONIC, span.end + _UNIX_MINUS_MONOTONIC)

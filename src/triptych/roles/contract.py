@@ -22,6 +22,8 @@ class RoleName(enum.Enum):
     """The role that a process plays. The value is the word of the command line."""
 
     AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class HealthState(enum.IntEnum):
@@ -82,6 +84,12 @@ class EngineDescription:
     """Batches of KV events that can be replayed; 0 when they are switched off."""
     kv_event_heartbeat: float
     """Seconds after which a subscriber hears something even when nothing changed."""
+    kv_backend: str = ""
+    """The transport that moves KV between this engine and others; empty when there is none."""
+    hands_over: bool = False
+    """Whether it computes prompts for other engines, and lets go of what waits for them when asked."""
+    takes_over: bool = False
+    """Whether it goes on from what other engines computed, whose KV it fetches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ class Role(Protocol):
         ...
 
     async def abort(self, request_id: str) -> AbortOutcome:
-        """End one request; each of its outputs ends with a CANCELLED finish.
+        """End one request; each of its outputs ends with a CANCELLED finish. Its session ends, if one waits.
 
         Raises:
             RequestNotFound: the id is neither live nor remembered as finished.
@@ -165,7 +173,16 @@ class Role(Protocol):
         ...
 
     async def abort_all(self) -> int:
-        """End every request; returns how many were live."""
+        """End every request, and every session that waits for a decode engine; returns how many there were."""
+        ...
+
+    async def abort_session(self, session_id: str) -> AbortOutcome:
+        """Let go of a session that waits for a decode engine; one that is being taken is taken whole.
+
+        Raises:
+            KvSessionNotFound: the id is neither waiting nor remembered as over.
+            UnsupportedFeature: this engine hands nothing over.
+        """
         ...
 
     def adapters(self) -> tuple[AdapterInfo, ...]:

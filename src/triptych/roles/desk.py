@@ -1,9 +1,11 @@
-"""What a server deals with: an engine in some role. What becomes of a request is the role's; the rest is here.
+"""What a server deals with: an engine in some role.
 
-accept     -> the role's own file: aggregated, prefill, decode
-events     the engine's thread -> the event loop -> answers, and followers of the cached blocks
-control    aborts, adapters, KV events, load, health
-drain      refuse, wait, abort the rest, stop
+    accept     -> the role's own file: aggregated, prefill, decode
+    events     the engine's thread -> the event loop -> answers, and followers of the cached blocks
+    control    aborts, sessions, adapters, KV events, load, health
+    drain      refuse, wait, abort the rest, stop
+
+What becomes of a request is the role's own; all the rest is the same for each of them, and here.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol
 
-from triptych.core.errors import Draining
+from triptych.core.errors import Draining, UnsupportedFeature
 from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
 from triptych.roles.kv_feed import KvFeed
 from triptych.roles.probe import InferenceProbe
 
 if TYPE_CHECKING:
     from triptych.core.adapter import AdapterInfo
-    from triptych.core.events import Event
+    from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import GenerateRequest
     from triptych.engine.loop import Engine
     from triptych.roles.contract import Answer
-    from triptych.roles.intake import Frontend, Intake
+    from triptych.roles.intake import Intake
     from triptych.roles.kv_subscription import Subscription
+    from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
 
 
@@ -43,35 +46,36 @@ class Desk:
 
     Args:
         description: the process.
-        frontend: the model.
         intake: what the service prepares requests with.
         engine: not yet started.
         live: the requests of this engine.
         service: what the role does with them.
+        leases: sessions of this engine that wait for others; None where none are made.
     """
 
     def __init__(
         self,
         description: EngineDescription,
-        frontend: Frontend,
         intake: Intake,
         engine: Engine,
         live: LiveRequests,
         service: Service,
+        leases: Leases | None = None,
     ) -> None:
         self._description = description
-        self._front = frontend
+        self._front = frontend = intake.frontend
         self._intake = intake
         self._engine = engine
         self._live = live
         self._service = service
+        self._leases = leases
         self._loop = asyncio.get_running_loop()
         self._kv_feed = KvFeed(
             description.kv_event_buffer, description.kv_event_heartbeat, before=time.time_ns() // 1000
         )
         self._drained: asyncio.Task[None] | None = None
         token = next(iter(frontend.eos_token_ids), 0)
-        self._probe = InferenceProbe(self.accept, frontend.model.served_name, token)
+        self._probe = InferenceProbe(self, token)
         engine.start(self._deliver)
 
     @property
@@ -88,11 +92,11 @@ class Desk:
         """Validate and admit; see ``Role.accept``."""
         return await self._service.accept(request)
 
-    def _deliver(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
+    def _deliver(self, events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...]) -> None:
         """Called on the engine's thread, once a step."""
         self._loop.call_soon_threadsafe(self._dispatch, events, kv_changes)
 
-    def _dispatch(self, events: tuple[Event, ...], kv_changes: tuple[KvChange, ...]) -> None:
+    def _dispatch(self, events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...]) -> None:
         self._live.take(events)
         self._kv_feed.take(kv_changes, self._live.client_id)
 
@@ -100,11 +104,22 @@ class Desk:
 
     async def abort(self, request_id: str) -> AbortOutcome:
         """End one request; see ``Role.abort``."""
-        return self._live.abort(request_id)
+        try:
+            outcome = self._live.abort(request_id)
+        finally:  # also of one that is not remembered
+            waiting = 0 if self._leases is None else self._leases.abort_of(request_id)
+        return AbortOutcome.ABORTED if waiting else outcome
 
     async def abort_all(self) -> int:
-        """End every request; returns how many were live."""
-        return self._live.abort_all()
+        """End every request; see ``Role.abort_all``."""
+        waiting = 0 if self._leases is None else self._leases.abort_all()
+        return waiting + self._live.abort_all()
+
+    async def abort_session(self, session_id: str) -> AbortOutcome:
+        """Let go of a session; see ``Role.abort_session``."""
+        if self._leases is None:
+            raise UnsupportedFeature("Abort(kv_session): this engine makes no sessions; ask the one that made it")
+        return self._leases.abort(session_id)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The loaded LoRA adapters."""
@@ -134,12 +149,15 @@ class Desk:
         intake = self._intake
         ledgers = {
             **self._engine.statistics(),
+            "intake": intake.statistics(),
             "media_admission": asdict(intake.admission.statistics()),
             "adapters": intake.adapters.statistics(),
             "kv_events": self._kv_feed.statistics(),
         }
         if intake.compiler is not None:
             ledgers["grammars"] = intake.compiler.statistics()
+        if self._leases is not None:
+            ledgers["kv_sessions"] = self._leases.statistics()
         return ledgers
 
     async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
@@ -168,8 +186,12 @@ class Desk:
         try:
             async with asyncio.timeout(grace):
                 await self._live.idle()
+                if self._leases is not None:
+                    await self._leases.idle()
         except TimeoutError:
             self._live.fail_all(Draining("the engine is shutting down"))
+            if self._leases is not None:
+                self._leases.abort_all()
         await self._live.settled()
         await asyncio.to_thread(self._engine.stop)
         await self._intake.close()

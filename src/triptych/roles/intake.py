@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -37,6 +38,7 @@ from triptych.roles.logprob_bounds import (
     check_prompt_entries,
     check_prompt_start,
 )
+from triptych.roles.session_checks import check_plan, check_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +106,24 @@ class Draft(NamedTuple):
     grammar: Grammar | None
     arrival: float
     """Monotonic seconds."""
+    plan: PromptPlan | None = None
+    """What another engine has prepared."""
+
+
+class _Tally:
+    """How often the costly things were done, on whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("image_loads", "preprocess_calls", "tokenisations"), 0)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    def statistics(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._counts)
 
 
 class Prepared(NamedTuple):
@@ -131,6 +151,12 @@ class Intake:
         self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
         self._tokenising = 0
         self._text_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
+        self._tally = _Tally()
+
+    @property
+    def frontend(self) -> Frontend:
+        """What reads prompts and pictures."""
+        return self._front
 
     async def validate(self, request: GenerateRequest, arrival: float) -> Draft:
         """Check everything that needs no media.
@@ -139,23 +165,42 @@ class Intake:
             TriptychError: the request is refused and nothing is held.
         """
         front = self._front
-        if request.model not in (front.model.served_name, front.model.model_id):
-            raise ModelNotFound(f"model {request.model!r} is not served here; this is {front.model.served_name!r}")
-        adapter = self.adapters.resolve(request.lora_name)
+        adapter = self._check_model(request)
         for index, item in enumerate(request.media):
             if isinstance(item.source, Url):
                 raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
         check_item_count(len(request.media), front.limits)
-        stopping = request.stopping
-        if stopping.min_tokens >= front.model.max_context:
-            raise InvalidRequest(f"min_tokens is {stopping.min_tokens}; {self._window()}")
-        check_candidate_ids(request.logprobs, front.vocab_size)
         token_ids = await self._tokenise(request.prompt)
-        self._check_length(len(token_ids), stopping.min_tokens)
+        self._check_length(len(token_ids), request.stopping.min_tokens)
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
         self._check_logprobs(request, len(token_ids), expanded=not request.media)
-        grammar = None if request.guide is None else await self._compile(request.guide)
-        return Draft(request, token_ids, adapter, grammar, arrival)
+        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival)
+
+    async def attach(self, request: GenerateRequest, plan: PromptPlan, arrival: float) -> Draft:
+        """Check a request of which another engine has prepared the prompt; nothing of it is tokenised or opened.
+
+        Raises:
+            TriptychError: the request is refused and nothing is held.
+        """
+        front = self._front
+        adapter = self._check_model(request)
+        check_plan(plan, front.processor, front.vocab_size)
+        check_prompt(request, plan)
+        self._check_length(len(plan), request.stopping.min_tokens)
+        self._check_logprobs(request, len(plan), expanded=True)
+        grammar = await self._compile(request.guide)
+        return Draft(replace(request, media=()), plan.token_ids, adapter, grammar, arrival, plan)
+
+    def _check_model(self, request: GenerateRequest) -> Adapter | None:
+        """What only needs to know the model; returns the adapter."""
+        front = self._front
+        if request.model not in (front.model.served_name, front.model.model_id):
+            raise ModelNotFound(f"model {request.model!r} is not served here; this is {front.model.served_name!r}")
+        adapter = self.adapters.resolve(request.lora_name)
+        if request.stopping.min_tokens >= front.model.max_context:
+            raise InvalidRequest(f"min_tokens is {request.stopping.min_tokens}; {self._window()}")
+        check_candidate_ids(request.logprobs, front.vocab_size)
+        return adapter
 
     def line_up(self, request: GenerateRequest) -> Ticket | None:
         """A place in line for the preparation of the media; None where there are none.
@@ -167,7 +212,9 @@ class Intake:
         """
         return self.admission.enter() if request.media else None
 
-    async def _compile(self, guide: Guide) -> Grammar:
+    async def _compile(self, guide: Guide | None) -> Grammar | None:
+        if guide is None:
+            return None
         if self.compiler is None:
             raise UnsupportedFeature(
                 f"guided.{guide.kind.value}: this engine cannot bind answers: "
@@ -206,6 +253,7 @@ class Intake:
         fewest = self._front.tokenizer.fewest_tokens(prompt)
         if fewest >= self._front.model.max_context:
             raise PromptTooLong(f"the prompt has at least {fewest} tokens; {self._window()}")
+        self._tally.count("tokenisations")
         if len(prompt) < LONG_TEXT:
             ids = self._front.tokenizer.encode(prompt)
         elif self._tokenising >= MAX_TOKENISING:
@@ -258,9 +306,14 @@ class Intake:
             raise Internal(f"media item {index}: a URL passed validation")
         data = decode_data_uri(index, source.uri, front.limits) if isinstance(source, DataUri) else source.data
         key = content_key(data, fingerprint=front.processor.fingerprint, salt=draft.request.cache.salt, uuid=item.uuid)
-        return front.processor.encoder_input(index, decode_picture(index, data, budget), key)
+        self._tally.count("image_loads")
+        picture = decode_picture(index, data, budget)
+        self._tally.count("preprocess_calls")
+        return front.processor.encoder_input(index, picture, key)
 
     def _plan(self, draft: Draft, inputs: list[EncoderInput]) -> Prepared:
+        if draft.plan is not None:
+            return Prepared(draft.plan, ())
         plan, placed = self._front.processor.plan(draft.token_ids, inputs)
         self._check_length(len(plan), draft.request.stopping.min_tokens)
         self._check_logprobs(draft.request, len(plan), expanded=True)
@@ -288,6 +341,10 @@ class Intake:
             adapter=draft.adapter,
             priority=asked.priority,
         )
+
+    def statistics(self) -> dict[str, float]:
+        """Counts as of now."""
+        return self._tally.statistics()
 
     async def close(self) -> None:
         """Wait for the workers and for what waits for them: the queues are bounded."""

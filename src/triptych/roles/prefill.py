@@ -18,10 +18,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import Internal, RoleMismatch
-from triptych.core.events import FinishReason, PrefillReady, Usage
+from triptych.core.events import FinishReason, PrefillReady, Span, Usage
 from triptych.core.session import KvSession
 from triptych.roles.fan_out import fan_out
 from triptych.roles.prefill_answer import PrefillAnswer
+from triptych.roles.timeline import in_unix_seconds
 
 if TYPE_CHECKING:
     from triptych.core.events import Prefilled
@@ -56,7 +57,9 @@ class Prefill:
         """Validate and admit; see ``Role.accept``. However the request asks, its answer is a ``PrefillReady``."""
         arrival = time.monotonic()
         if request.session is not None:
-            raise RoleMismatch("kv.session: this engine computes prompts; send what goes on from one to a decode engine")
+            raise RoleMismatch(
+                "kv.session: this engine computes prompts; send what goes on from one to a decode engine"
+            )
         request = _one_token(request)
         self._live.refuse(request)
         draft = await self._intake.validate(request, arrival)
@@ -77,8 +80,9 @@ class Prefill:
     async def _submit(self, answer: PrefillAnswer, handoff: _Handoff, draft: Draft, ticket: Ticket | None) -> None:
         prepared = await self._intake.prepare(draft, ticket, answer.wanted)
         if answer.wanted():
+            handoff.prepared = Span("prepare", draft.arrival, time.monotonic())
             handoff.request = replace(prepared, export=handoff.session_id)
-            self._engine.submit(fan_out(handoff.request, answer.serials, time.monotonic()))
+            self._engine.submit(fan_out(handoff.request, answer.serials, handoff.prepared.end))
 
 
 class _Handoff:
@@ -89,6 +93,8 @@ class _Handoff:
         """Of no other session of any engine."""
         self.request: Request | None = None
         """What is computed, once it is prepared."""
+        self.prepared: Span | None = None
+        """The time before the engine had the request, in monotonic seconds."""
         self._request_id = request_id
         self._leases = leases
         self._model = model
@@ -110,7 +116,8 @@ class _Handoff:
         )
         completion = sum(output.usage.completion_tokens for output in outputs)
         usage = Usage(leader.usage.prompt_tokens, completion, leader.usage.cached_prompt_tokens)
-        return PrefillReady(self._request_id, session, usage)
+        spans = leader.spans if self.prepared is None else (self.prepared, *leader.spans)
+        return PrefillReady(self._request_id, session, usage, in_unix_seconds(spans))
 
     def withdraw(self) -> None:
         """Nobody shall take the session, whether there is one by now or not."""

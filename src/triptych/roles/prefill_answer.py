@@ -122,8 +122,10 @@ class PrefillAnswer:
             )
 
     def leave_engine(self) -> None:
-        """Have the engine end what it still computes; the ends follow as events. There will be no session, and one
-        that nobody has read of is taken back."""
+        """Have the engine end what it still computes; the ends follow as events.
+
+        There will be no session, and one that nobody has read of is taken back.
+        """
         self._given_up = True
         self._leave_engine()
         if len(self._outputs) == len(self.serials):

@@ -7,14 +7,13 @@ import uuid
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import TriptychError
-from triptych.core.events import Failed
+from triptych.core.events import Failed, PrefillReady
 from triptych.core.request import GenerateRequest, Sampling, Stopping
+from triptych.core.session import KvSession
 from triptych.roles.contract import HealthCheck, HealthState
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from triptych.roles.contract import Answer
+    from triptych.roles.contract import Role
 
 PROBE_SECONDS = 30.0
 """How long an inference probe may take."""
@@ -25,14 +24,12 @@ class InferenceProbe:
     """Concurrent probes share one request.
 
     Args:
-        accept: the role's.
-        model: the served name.
+        role: what is probed.
         token: any token of the model; the prompt.
     """
 
-    def __init__(self, accept: Callable[[GenerateRequest], Awaitable[Answer]], model: str, token: int) -> None:
-        self._accept = accept
-        self._model = model
+    def __init__(self, role: Role, token: int) -> None:
+        self._role = role
         self._token = token
         self._running: asyncio.Task[HealthCheck] | None = None
 
@@ -45,7 +42,7 @@ class InferenceProbe:
     async def _infer_once(self) -> HealthCheck:
         request = GenerateRequest(
             request_id=f"health-probe-{uuid.uuid4().hex}",
-            model=self._model,
+            model=self._role.model.served_name,
             prompt=(self._token,),
             sampling=Sampling(temperature=0),
             stopping=Stopping(max_tokens=1, ignore_eos=True),
@@ -53,11 +50,14 @@ class InferenceProbe:
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
-                answer = await self._accept(request)
+                answer = await self._role.accept(request)
                 try:
                     async for event in answer:
-                        if isinstance(event, Failed):
-                            return HealthCheck(NAME, HealthState.NOT_READY, str(event.error))
+                        match event:
+                            case Failed(error=error):
+                                return HealthCheck(NAME, HealthState.NOT_READY, str(error))
+                            case PrefillReady(session=KvSession(handle=handle)):
+                                await self._role.abort_session(handle.session_id)
                 finally:
                     await answer.aclose()
         except TimeoutError:

@@ -7,6 +7,7 @@ or as they were before the expansion, with one marker for each item.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,30 +16,27 @@ from triptych.core.errors import InvalidRequest, KvSessionNotFound, PlaceholderM
 from triptych.core.logprobs import GivenIds, TopN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy.typing as npt
 
     from triptych.core.adapter import Adapter
     from triptych.core.handles import KvLayout
     from triptych.core.logprobs import LogprobOptions
-    from triptych.core.media import Modality
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
     from triptych.core.session import FirstToken, KvSession
+    from triptych.processors.contract import Processor
 
 
-def check_origin(session: KvSession, layout: KvLayout, model: bytes, adapter: Adapter | None) -> None:
+def check_origin(session: KvSession, layout: KvLayout, model: bytes) -> None:
     """Refuse what an engine of another kind computed.
 
     Args:
         session: the other engine's.
         layout: of this engine's KV.
         model: this engine's digest of weights, tokenizer and processor settings.
-        adapter: what the request names here.
 
     Raises:
-        SessionMismatch: naming everything that differs in the layout, else the model or the adapter.
+        SessionMismatch: naming everything that differs in the layout, else the model.
     """
     differences = ", ".join(layout.differences(session.handle.layout))
     if differences:
@@ -48,6 +46,14 @@ def check_origin(session: KvSession, layout: KvLayout, model: bytes, adapter: Ad
             "kv.session: it was made with other weights, another tokenizer or other processor settings "
             f"(digest {model.hex()[:16]} here, {session.model.hex()[:16]} there)"
         )
+
+
+def check_adapter(session: KvSession, adapter: Adapter | None) -> None:
+    """Refuse what was computed with another adapter than the one that the request names here.
+
+    Raises:
+        SessionMismatch: naming both.
+    """
     digest = adapter.digest if adapter else b""
     if session.adapter != digest:
         raise SessionMismatch(
@@ -81,7 +87,7 @@ def check_first(session: KvSession, request: GenerateRequest, vocab_size: int) -
     for index, first in enumerate(session.first):
         if not 0 <= first.token_id < vocab_size:
             raise InvalidRequest(
-                f"kv.session: output {index} begins with token id {first.token_id}, outside the vocabulary of {vocab_size}"
+                f"kv.session: output {index} begins with token id {first.token_id}; the vocabulary has {vocab_size}"
             )
         if request.logprobs.output and not _has_logprobs(first, request.logprobs, vocab_size):
             raise InvalidRequest(
@@ -94,15 +100,17 @@ def _has_logprobs(first: FirstToken, options: LogprobOptions, vocab_size: int) -
     """Whether the first token came with the log probabilities that the others will have."""
     if first.logprob is None:
         return False
-    candidates, selection = first.logprob.candidates, options.output_candidates
+    candidates = first.logprob.candidates
     ids = np.empty(0, np.int32) if candidates is None else candidates.token_ids
-    match selection:
+    if not all(0 <= token_id < vocab_size for token_id in ids.tolist()):
+        return False
+    match options.output_candidates:
         case None:
-            return candidates is None
+            return True
         case TopN(count):
             return len(ids) == min(count, vocab_size)
         case GivenIds(token_ids):
-            return ids.tolist() == list(token_ids)
+            return tuple(ids.tolist()) == token_ids
         case _:
             return len(ids) == vocab_size
 
@@ -120,19 +128,19 @@ def check_blocks(session: KvSession, tokens: int) -> None:
         )
 
 
-def check_plan(plan: PromptPlan, like: PromptPlan, placeholders: Mapping[Modality, int], vocab_size: int) -> None:
+def check_plan(plan: PromptPlan, processor: Processor, vocab_size: int) -> None:
     """Refuse a plan that this engine could not have made.
 
     Args:
         plan: another engine's, whole and within bounds.
-        like: any plan of this engine's processor.
-        placeholders: the markers of the family.
+        processor: this engine's.
         vocab_size: of the model.
 
     Raises:
         SessionMismatch: it was made with other processor settings.
         InvalidRequest: it contradicts itself; names the item or the token.
     """
+    placeholders, like = processor.placeholders, _any_plan(processor)
     if plan.fingerprint != like.fingerprint:
         raise SessionMismatch(
             "kv.session: its plan was made with other processor settings or another model revision "
@@ -145,11 +153,15 @@ def check_plan(plan: PromptPlan, like: PromptPlan, placeholders: Mapping[Modalit
     outside = (plan.token_ids < 0) | (plan.token_ids >= vocab_size)
     if outside.any():
         token_id = plan.token_ids[outside.argmax()]
-        raise InvalidRequest(f"kv.session: its plan has the token id {token_id}, outside the vocabulary of {vocab_size}")
+        raise InvalidRequest(
+            f"kv.session: its plan has the token id {token_id}, outside the vocabulary of {vocab_size}"
+        )
     expected = np.full(len(plan), -1, np.int32)
     for index, item in enumerate(plan.items):
         if item.modality not in placeholders:
-            raise InvalidRequest(f"kv.session: media item {index} is {item.modality.value}, which this model does not read")
+            raise InvalidRequest(
+                f"kv.session: media item {index} is {item.modality.value}, which this model does not read"
+            )
         for run in item.runs:
             expected[run.start : run.end] = placeholders[item.modality]
         expected[list(item.framing)] = -1
@@ -160,6 +172,12 @@ def check_plan(plan: PromptPlan, like: PromptPlan, placeholders: Mapping[Modalit
             f"kv.session: token {wrong.argmax()} of its plan is {plan.token_ids[wrong.argmax()]}, which does not fit "
             "where its media items lie"
         )
+
+
+def _any_plan(processor: Processor) -> PromptPlan:
+    """One of a single token, to see what all plans of the processor have in common."""
+    text = next(token_id for token_id in itertools.count() if token_id not in processor.placeholders.values())
+    return processor.plan(np.array([text], np.int32), ())[0]
 
 
 def check_prompt(request: GenerateRequest, plan: PromptPlan) -> None:

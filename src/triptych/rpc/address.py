@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from typing import NamedTuple
 
 
@@ -33,3 +34,8 @@ class Address(NamedTuple):
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
             return not self.host
+
+    @property
+    def connectable(self) -> Address:
+        """What others are told: a wildcard is no place to connect to, the name of this machine is."""
+        return self._replace(host=socket.gethostname()) if self.wildcard else self

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from triptych.roles.contract import Role
     from triptych.rpc.kv_events import KvEvents
+    from triptych.wire.codec_session import SessionCodec
 
 Question = TypeVar("Question", bound="Message")
 
@@ -44,10 +45,11 @@ _SEVERITY = (HealthState.READY, HealthState.DEGRADED, HealthState.STARTING, Heal
 class Control:
     """Serves the Control service over any role, but for the stream of KV events."""
 
-    def __init__(self, role: Role, kv_events: KvEvents, on_shutdown: OnShutdown | None) -> None:
+    def __init__(self, role: Role, kv_events: KvEvents, sessions: SessionCodec, on_shutdown: OnShutdown | None) -> None:
         """Without ``on_shutdown`` the process is not to be ended by a call."""
         self._role = role
         self._kv_events = kv_events
+        self._sessions = sessions
         self._on_shutdown = on_shutdown
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -69,7 +71,7 @@ class Control:
 
     async def _server_info(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.ServerInfo:
         """The process; fixed for its lifetime."""
-        return server_info(self._role.engine, self._role.model)
+        return server_info(self._role.engine, self._role.model, self._sessions.endpoints)
 
     async def _model_info(self, request: model_pb2.GetModelInfoRequest) -> model_pb2.ModelInfo:
         """The model and what it accepts; its served name and its canonical id both find it."""
@@ -82,7 +84,7 @@ class Control:
 
     async def _load_info(self, request: server_pb2.GetLoadRequest) -> server_pb2.LoadInfo:
         """A snapshot at most one step old."""
-        return load_info(self._role.engine, self._role.load(), per_rank=request.include_per_rank)
+        return load_info(self._role, per_rank=request.include_per_rank)
 
     async def _sources(self, request: kv_pb2.GetKvEventSourcesRequest) -> kv_pb2.GetKvEventSourcesResponse:
         return self._kv_events.sources(request)
@@ -92,6 +94,8 @@ class Control:
         model, role = self._role.model, ROLES[self._role.engine.role]
         checks = [HealthCheck("grpc", HealthState.READY)]
         checks += await self._role.health(probe=request.include_inference_probe)
+        if self._role.engine.kv_backend:
+            checks.append(HealthCheck("kv_connector", HealthState.READY, self._role.engine.kv_backend))
         if request.model and request.model not in (model.served_name, model.model_id):
             message = f"model {request.model!r} is not served here; {model.served_name!r} is"
             checks = [check for check in checks if check.name != "model"]
@@ -109,7 +113,7 @@ class Control:
         )
 
     async def _abort(self, request: lifecycle_pb2.AbortRequest) -> lifecycle_pb2.AbortResponse:
-        """End one request or all of them."""
+        """End one request, one session that waits for a decode engine, or all of both."""
         match request.WhichOneof("target"):
             case "request_id":
                 if not request.request_id:
@@ -122,8 +126,11 @@ class Control:
                 return lifecycle_pb2.AbortResponse(
                     status=_ABORT_STATUSES[outcome], message=f"{count} request(s) were ended"
                 )
+            case "kv_session" if self._role.engine.hands_over:
+                outcome = await self._role.abort_session(self._sessions.session_id(request.kv_session))
+                return lifecycle_pb2.AbortResponse(status=_ABORT_STATUSES[outcome])
             case None:
-                raise InvalidRequest("the target is absent: set request_id or all_requests")
+                raise InvalidRequest("the target is absent: set request_id, kv_session or all_requests")
             case target:
                 raise UnsupportedFeature(f"Abort({target}) is not supported by this engine")
 

@@ -9,17 +9,25 @@ import triptych
 from triptych.core.guide import GuideKind
 from triptych.core.logprobs import MAX_TOP_N
 from triptych.roles.contract import RoleName
+from triptych.wire.codec_session import HANDOFF_PROFILE
 from triptych.wire.gen import generation_pb2, kv_pb2, model_pb2, server_pb2, version_pb2
 from triptych.wire.modality import NUMBERS
 
 if TYPE_CHECKING:
-    from triptych.roles.contract import EngineDescription, Load, ModelDescription
+    from collections.abc import Sequence
+
+    from triptych.roles.contract import EngineDescription, ModelDescription, Role
+    from triptych.wire.codec_session import Endpoint
 
 ENGINE_NAME = "triptych"
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 HEARTBEAT_KEY = "kv_event_heartbeat_interval_ms"
 
-ROLES = {RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED}
+ROLES = {
+    RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED,
+    RoleName.PREFILL: server_pb2.ENGINE_ROLE_PREFILL,
+    RoleName.DECODE: server_pb2.ENGINE_ROLE_DECODE,
+}
 _SELECTIONS = (
     model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
     model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOKEN_IDS,
@@ -35,8 +43,10 @@ _GUIDES = {
 }
 
 
-def server_info(engine: EngineDescription, model: ModelDescription) -> server_pb2.ServerInfo:
-    """The process; fixed for its lifetime."""
+def server_info(
+    engine: EngineDescription, model: ModelDescription, endpoints: Sequence[Endpoint] = ()
+) -> server_pb2.ServerInfo:
+    """The process; fixed for its lifetime. ``endpoints``: where it answers for its sessions."""
     info = server_pb2.ServerInfo(
         engine_name=ENGINE_NAME,
         engine_version=triptych.__version__,
@@ -51,7 +61,7 @@ def server_info(engine: EngineDescription, model: ModelDescription) -> server_pb
             data_parallel_start_rank=0,
             decode_context_parallel_size=1,
         ),
-        kv_connector=kv_pb2.KvConnectorInfo(enabled=False, supports_abort_cleanup=False),
+        kv_connector=_kv_connector(engine, endpoints),
         schema_revision=version_pb2.SCHEMA_REVISION_1,
         minimum_client_revision=version_pb2.SCHEMA_REVISION_1,
         schema_release=SCHEMA_RELEASE,
@@ -67,6 +77,21 @@ def server_info(engine: EngineDescription, model: ModelDescription) -> server_pb
     if engine.kv_event_buffer:
         info.extra.update({HEARTBEAT_KEY: engine.kv_event_heartbeat * 1000})
     return info
+
+
+def _kv_connector(engine: EngineDescription, endpoints: Sequence[Endpoint]) -> kv_pb2.KvConnectorInfo:
+    if not engine.kv_backend:
+        return kv_pb2.KvConnectorInfo(enabled=False, supports_abort_cleanup=False)
+    return kv_pb2.KvConnectorInfo(
+        enabled=True,
+        transfer_backend=engine.kv_backend,
+        local_endpoints=[kv_pb2.KvEndpoint(host=e.host, port=e.port, protocol=e.protocol) for e in endpoints],
+        supported_protocols=[engine.kv_backend],
+        supports_remote_prefill=engine.takes_over,
+        supports_decode_pull=True,  # whoever decodes fetches; nothing is pushed
+        supports_abort_cleanup=engine.hands_over,
+        handoff_profile=HANDOFF_PROFILE,
+    )
 
 
 def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.ModelInfo:
@@ -86,18 +111,21 @@ def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.
     if model.model_id != model.served_name:
         info.served_model_aliases.append(model.model_id)
     if model.modalities:
-        info.multimodal_capabilities.CopyFrom(
-            model_pb2.MultimodalCapabilities(
-                aggregate_modalities=[NUMBERS[modality] for modality in model.modalities],
-                source_types=[
-                    generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI,
-                    generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES,
-                ],
-                supports_per_request_media_options=False,
-                routing_image_token_id=model.image_token_id,
-            )
-        )
+        info.multimodal_capabilities.CopyFrom(_multimodal(engine, model))
     return info
+
+
+def _multimodal(engine: EngineDescription, model: ModelDescription) -> model_pb2.MultimodalCapabilities:
+    """Media of whole requests, and of those whose prompt is computed by one engine and gone on from by another."""
+    modalities = [NUMBERS[modality] for modality in model.modalities]
+    sources = (generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI, generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES)
+    return model_pb2.MultimodalCapabilities(
+        aggregate_modalities=modalities if engine.role is RoleName.AGGREGATED else [],
+        prefill_decode_modalities=modalities if engine.kv_backend else [],
+        source_types=[] if engine.role is RoleName.DECODE else sources,
+        supports_per_request_media_options=False,
+        routing_image_token_id=model.image_token_id,
+    )
 
 
 def _generation(engine: EngineDescription) -> model_pb2.GenerationCapabilities:
@@ -115,14 +143,15 @@ def _generation(engine: EngineDescription) -> model_pb2.GenerationCapabilities:
     )
 
 
-def load_info(engine: EngineDescription, load: Load, *, per_rank: bool) -> server_pb2.LoadInfo:
+def load_info(role: Role, *, per_rank: bool) -> server_pb2.LoadInfo:
     """A snapshot of the load, taken now."""
+    load = role.load()
     info = server_pb2.LoadInfo(
-        instance_id=engine.instance_id,
+        instance_id=role.engine.instance_id,
         timestamp_unix_nanos=time.time_ns(),
         running_requests=load.running_requests,
         queued_requests=load.queued_requests,
-        active_kv_sessions=0,  # a fact, where absence would be "cannot say": this role has none
+        active_kv_sessions=int(role.statistics().get("kv_sessions", {}).get("waiting", 0)),  # 0 is a fact, too
         used_kv_blocks=load.used_blocks,
         total_kv_blocks=load.total_blocks,
         running_tokens=load.running_tokens,

@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 
 from triptych.core.config import KIB, MIB
 from triptych.core.errors import Internal, Overloaded, PromptTooLong, Status, TriptychError
-from triptych.core.events import Event, Failed, Finished, is_terminal
+from triptych.core.events import Event, Failed, Finished, PrefillReady, is_terminal
+from triptych.core.session import KvSession
 from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
@@ -42,6 +44,7 @@ from triptych.wire.status import as_typed, kind_trailers
 if TYPE_CHECKING:
     from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
+    from triptych.wire.codec_session import SessionCodec
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +69,10 @@ class Written(NamedTuple):
 class Inference:
     """Serves Generate over any role."""
 
-    def __init__(self, role: Role, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(self, role: Role, sessions: SessionCodec, stall_seconds: float = STALL_SECONDS) -> None:
         """``stall_seconds`` bounds the time blocked in handing one event over; a slow engine does not count."""
         self._role = role
+        self._sessions = sessions
         self._stall_seconds = stall_seconds
         self._calls: set[asyncio.Task[None]] = set()
         # One thread each way: protobuf holds the interpreter's lock, and several threads that want it would make the
@@ -121,9 +125,9 @@ class Inference:
         large = len(data) >= LARGE_MESSAGE
         if large:
             loop = asyncio.get_running_loop()
-            request = await loop.run_in_executor(self._reader, _read, data, metadata, limit)
+            request = await loop.run_in_executor(self._reader, self._read, data, metadata, limit)
         else:
-            request = _read(data, metadata, limit)
+            request = self._read(data, metadata, limit)
         return Accepted(request.request_id, await self._role.accept(request))
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
@@ -150,7 +154,11 @@ class Inference:
         while True:
             for part in await _next(request_id, answer):
                 written = await self._write(part, answer)
-                await watchdog.watch(context.write(written.data))
+                try:
+                    await watchdog.watch(context.write(written.data))
+                except BaseException:
+                    await self._take_back(part)
+                    raise
                 if is_terminal(written.event):
                     _set_trailers(written.event, context)
                     return
@@ -162,14 +170,35 @@ class Inference:
 
     async def _write(self, event: Event, answer: Answer) -> Written:
         """The event as a message; where that cannot be had, the failure that ends the request instead."""
+        sent = (event, answer.token_text, self._sessions)
         try:
             if event_entries(event) < LARGE_EVENT:
-                return Written(event, write_event(event, answer.token_text))
+                return Written(event, write_event(*sent))
             loop = asyncio.get_running_loop()
-            return Written(event, await loop.run_in_executor(self._writer, write_event, event, answer.token_text))
+            return Written(event, await loop.run_in_executor(self._writer, write_event, *sent))
         except Exception as error:
             failed = Failed(event.request_id, typed(error))
+            await self._take_back(event)
+        except BaseException:
+            await self._take_back(event)
+            raise
         return Written(failed, write_event(failed))
+
+    async def _take_back(self, event: Event) -> None:
+        """Nobody has read of the session, if that is what the event is about: nobody will take it. Never waits."""
+        if isinstance(event, PrefillReady) and isinstance(event.session, KvSession):
+            with suppress(TriptychError):
+                await self._role.abort_session(event.session.handle.session_id)
+
+    def _read(self, data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
+        message = parse(pb.GenerateRequest, data, _limits(max_context))
+        # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
+        tokens = len(message.token_ids.ids)
+        if tokens > max_context:
+            raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
+        # An engine that takes no sessions says so, whatever is in one.
+        sessions = self._sessions if self._role.engine.takes_over else None
+        return decode_request(message, priority=metadata.priority, sessions=sessions)
 
     def _stalled(self) -> Overloaded:
         return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
@@ -196,15 +225,6 @@ def _limits(max_context: int) -> Limits:
     )
 
 
-def _read(data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
-    message = parse(pb.GenerateRequest, data, _limits(max_context))
-    # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
-    tokens = len(message.token_ids.ids)
-    if tokens > max_context:
-        raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
-    return decode_request(message, priority=metadata.priority)
-
-
 async def _next(request_id: str, answer: Answer) -> tuple[Event, ...]:
     """The next event, in parts that fit a message; whatever else the role does becomes a terminal one."""
     try:
@@ -224,7 +244,7 @@ async def _next(request_id: str, answer: Answer) -> tuple[Event, ...]:
 
 def _set_trailers(event: Event, context: grpc.aio.ServicerContext) -> None:
     match event:
-        case Finished(spans=spans):
+        case Finished(spans=spans) | PrefillReady(spans=spans):
             context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(spans)),))
         case Failed(error=error):
             context.set_trailing_metadata(kind_trailers(error))

@@ -12,7 +12,6 @@ at all: it must never have to guess that something is missing.
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING
 
 import grpc
@@ -63,10 +62,10 @@ class KvEvents:
         _check_ranks(request.data_parallel_ranks)
         response = pb.GetKvEventSourcesResponse()
         if self._role.engine.kv_event_buffer:
-            host = socket.gethostname() if self._listener.wildcard else self._listener.host
+            host, port = self._listener.connectable
             response.sources.add(
                 transport=TRANSPORT,
-                endpoint_addr=pb.KvEndpoint(host=host, port=self._listener.port, protocol=TRANSPORT),
+                endpoint_addr=pb.KvEndpoint(host=host, port=port, protocol=TRANSPORT),
                 data_parallel_rank=0,
                 encoding=ENCODING,
                 schema_version=SCHEMA_VERSION,

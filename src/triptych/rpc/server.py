@@ -14,11 +14,13 @@ from triptych.rpc.control import Control, OnShutdown
 from triptych.rpc.inference import Inference
 from triptych.rpc.kv_events import KvEvents
 from triptych.rpc.watchdog import STALL_SECONDS
+from triptych.wire.codec_session import Endpoint, SessionCodec
 from triptych.wire.limits import MAX_MESSAGE
 
 if TYPE_CHECKING:
     from triptych.roles.contract import Role
     from triptych.rpc.tls import TlsFiles
+    from triptych.wire.session_signature import SessionSigner
 
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -30,6 +32,9 @@ SERVER_OPTIONS = (
     # Clients may ping as often as we do, also while their calls are quiet.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
+
+GRPC = "grpc"
+"""The protocol of a session's endpoint: there its engine answers Control."""
 
 
 class RoleServer:
@@ -55,6 +60,7 @@ async def serve_role(
     allow_plaintext: bool = False,
     tls: TlsFiles | None = None,
     on_shutdown: OnShutdown | None = None,
+    signer: SessionSigner | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> RoleServer:
     """Listen and serve on the running event loop. Port 0 takes a free one.
@@ -66,6 +72,7 @@ async def serve_role(
         allow_plaintext: whether traffic between machines may go unencrypted.
         tls: encrypt it; any address will do then.
         on_shutdown: begins to end the process; without it ``Control.Shutdown`` is not offered.
+        signer: signs the sessions that leave, and proves those that come; None: neither.
         stall_seconds: how long a consumer may leave one event unread.
 
     Raises:
@@ -82,11 +89,12 @@ async def serve_role(
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}") from error
     address = address._replace(port=bound)
-    inference = Inference(role, stall_seconds)
+    sessions = SessionCodec((Endpoint(*address.connectable, GRPC),), signer)
+    inference = Inference(role, sessions, stall_seconds)
     inference.add_to(server)
     kv_events = KvEvents(role, address, stall_seconds)
     kv_events.add_to(server)
-    Control(role, kv_events, on_shutdown).add_to(server)
+    Control(role, kv_events, sessions, on_shutdown).add_to(server)
     await server.start()
     return RoleServer(server, inference, address)
 

@@ -133,6 +133,20 @@ class KvFileReader:
             raise DamagedFile(f"it ends at byte {offset + got}")
 
 
+def write_receipt(descriptor: int, key: bytes) -> None:
+    """Mark a file, before it loses its name, as one whose consumer has everything.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    os.pwrite(descriptor, key, 0)
+
+
+def has_receipt(descriptor: int, key: bytes) -> bool:
+    """Whether that was done; nobody who writes KV knows the key."""
+    return os.pread(descriptor, len(key), 0) == key
+
+
 def _head(handle: KvHandle) -> bytes:
     layout = handle.layout
     identity = blake3()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -156,7 +155,7 @@ class MemoryFetcher:
     def __init__(self, pool: KvPool, exchange: MemoryExchange) -> None:
         self._pool = pool
         self._exchange = exchange
-        self._counts: Counter[str] = Counter()
+        self._counts = {**{outcome.value: 0 for outcome in FetchOutcome}, "moved_bytes": 0}
         self._closed = False
 
     def check(self, handle: KvHandle) -> None:

@@ -49,7 +49,7 @@ class SharedDirectory:
     """The directory, as one owner sees it. Every path in it is a name below a descriptor: nobody can move it away."""
 
     def __init__(self, path: Path, owner: str, orphan_seconds: float) -> None:
-        """Make or check the directory, and be alive in it.
+        """Make or check the directory, be alive in it, and remove what the dead left.
 
         Args:
             path: of the directory; the one above it must exist.
@@ -71,6 +71,7 @@ class SharedDirectory:
         except OSError as error:
             os.close(self._directory)
             raise StartupError(f"the directory for KV sessions, {path}: {one_line(error)}") from error
+        self.collect()
 
     def create(self, name: str) -> int:
         """A new, empty file; its descriptor.

@@ -1,7 +1,7 @@
 """The consumer's side of ``shared-dir``: finds, claims, copies and checks on one thread, some of each fetch in turn.
 
-A file is looked at before it is claimed, so a handle that lies consumes nothing. A claimed file ends in one of two
-ways: emptied and removed, which its producer reads as TAKEN, or just removed.
+A file is looked at before it is claimed, so a handle that lies consumes nothing. A claimed file is removed in the end,
+with a receipt in it if all went well: its producer, who has it open, reads that as TAKEN.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import Internal, InvalidRequest, one_line
 from triptych.transport.contract import FetchOutcome, FetchResult
-from triptych.transport.kv_file import MAX_VIEWS, DamagedFile, KvFileReader, StrangeFile
+from triptych.transport.kv_file import MAX_VIEWS, DamagedFile, KvFileReader, StrangeFile, write_receipt
 from triptych.transport.moves import check_moves
 from triptych.transport.shared_dir import KEY_BYTES, PART, READY, TAKEN, SharedDirectory, owner_of
 from triptych.transport.shared_dir_publisher import BACKEND, TURN_BYTES
@@ -116,7 +115,7 @@ class SharedDirFetch:
         if self._at < len(self._moves):
             return None
         assert self._descriptor is not None
-        os.ftruncate(self._descriptor, 0)
+        write_receipt(self._descriptor, self._handle.state)
         return self.end(FetchOutcome.FINISHED)
 
     @property
@@ -124,14 +123,21 @@ class SharedDirFetch:
         return f"{self._handle.state.hex()}.{self._fetcher.directory.owner}.{TAKEN}"
 
     def end(self, outcome: FetchOutcome, reason: str = "") -> FetchResult:
-        """Let go of everything; no turn may follow."""
+        """Touch the targets no more; no turn may follow."""
         if self._reader is not None:
             with contextlib.suppress(OSError):  # then it is removed when this process has ended
                 self._fetcher.directory.remove(self._taken)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
         text = f"KV session {self._handle.session_id}: {reason}" if reason else ""
         return FetchResult(outcome, text, self._at * self._handle.layout.block_bytes)
+
+    def let_go(self) -> None:
+        """Give the memory back, which takes a good part of the time that copying did: nobody waits for it."""
+        if self._descriptor is None:
+            return
+        if self._reader is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, KEY_BYTES)  # but for the receipt
+        os.close(self._descriptor)
 
 
 class SharedDirFetcher:
@@ -154,7 +160,7 @@ class SharedDirFetcher:
         self._lock = threading.Condition()
         """Guards what follows; never held over I/O or while anybody is told."""
         self._fetches: list[SharedDirFetch] = []
-        self._counts: Counter[str] = Counter()
+        self._counts = {**{outcome.value: 0 for outcome in FetchOutcome}, "moved_bytes": 0}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-shared-dir-fetcher", daemon=True)
         self._thread.start()
@@ -227,7 +233,10 @@ class SharedDirFetcher:
             self._fetches.remove(fetch)
             self._counts[result.outcome.value] += 1
             self._counts["moved_bytes"] += result.moved_bytes
-        fetch.done(result)
+        try:
+            fetch.done(result)
+        finally:
+            fetch.let_go()
 
     def _next(self) -> list[SharedDirFetch] | None:
         """Wait for fetches with something to do; None when all is over."""

@@ -3,7 +3,7 @@
     engine's thread   open: creates the file    publish, seal: leave word    withdraw: renames the file
     writer            writes what was published, a little of every session in turn, so that most of it is down before
                       the prompt is computed; ends the file, says FREE, makes it claimable, and looks now and then
-                      whether somebody has emptied it (TAKEN) or just removed it
+                      whether it is gone, with a receipt in it (TAKEN) or without
 
 The handle may travel before the last bytes are down: a consumer that finds KEY.OWNER.part waits. A session that fails
 loses its file; whoever wants it finds nothing.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from triptych.core.errors import Draining, IntegrityError, Internal, Overloaded, StartupError, one_line
 from triptych.core.handles import KvHandle
 from triptych.transport.contract import SessionEvent
-from triptych.transport.kv_file import MAX_VIEWS, KvFileWriter
+from triptych.transport.kv_file import MAX_VIEWS, KvFileWriter, has_receipt
 from triptych.transport.shared_dir import KEY_BYTES, PART, READY, VOID, SharedDirectory, owner_of
 
 if TYPE_CHECKING:
@@ -340,14 +340,13 @@ class SharedDirPublisher:
                 self._settle(session)
 
     def _settle(self, session: _Session) -> None:
-        """See whether a session that is free is over: emptied by its consumer, or without any name."""
-        status = os.fstat(session.descriptor)
-        taken = session.ready and not status.st_size
-        if taken:
-            with self._lock:
-                self._counts["taken"] += 1
-        if taken or not status.st_nlink:
-            self._forget(session)
+        """See whether a session that is free is over: its file has lost its name."""
+        if os.fstat(session.descriptor).st_nlink:
+            return
+        taken = session.ready and has_receipt(session.descriptor, session.key)
+        with self._lock:
+            self._counts["taken"] += taken
+        self._forget(session)
         if taken:
             self._tell(session.session_id, SessionEvent.TAKEN)
 

@@ -78,7 +78,7 @@ class RemoteAnswer:
         large = len(data) >= LARGE_MESSAGE
         event = await asyncio.to_thread(self._order.read, data) if large else self._order.read(data)
         match event:
-            case Finished(usage=Usage()):
+            case Finished(usage=Usage()) | PrefillReady():
                 return replace(event, spans=spans_in(await self._trailers()))
             case Failed(error=failure):
                 return replace(event, error=refined(failure, await self._trailers()))

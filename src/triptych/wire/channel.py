@@ -9,8 +9,10 @@ import grpc
 
 from triptych.core.errors import InvalidRequest
 from triptych.core.media import DataUri, RawBytes, Url
+from triptych.core.session import SealedSession
 from triptych.wire.answer import RemoteAnswer, typed
 from triptych.wire.codec import encode_request
+from triptych.wire.codec_session import unseal
 from triptych.wire.gen import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 from triptych.wire.limits import LARGE_MESSAGE, MAX_MESSAGE
 
@@ -99,6 +101,27 @@ class EngineChannel:
         health: lifecycle_pb2.HealthResponse = await self._call(self._control.Health, request, UNARY_SECONDS)
         return health
 
+    async def abort(self, request_id: str) -> lifecycle_pb2.AbortResponse:
+        """End a request, and the session that it has left, if that still waits.
+
+        Raises:
+            RequestNotFound: the engine does not know it.
+        """
+        request = lifecycle_pb2.AbortRequest(request_id=request_id)
+        response: lifecycle_pb2.AbortResponse = await self._call(self._control.Abort, request, UNARY_SECONDS)
+        return response
+
+    async def abort_session(self, session: SealedSession) -> lifecycle_pb2.AbortResponse:
+        """Let go of a session that this engine keeps for a decode engine.
+
+        Raises:
+            KvSessionNotFound: the engine does not know it.
+        """
+        request = lifecycle_pb2.AbortRequest()
+        unseal(session, request.kv_session)
+        response: lifecycle_pb2.AbortResponse = await self._call(self._control.Abort, request, UNARY_SECONDS)
+        return response
+
     async def close(self) -> None:
         """Cancel what is running and disconnect."""
         await self._channel.close()
@@ -111,9 +134,10 @@ class EngineChannel:
 
 
 def _size(request: GenerateRequest) -> int:
-    """About how many bytes of the message are text and media."""
+    """About how many bytes of the message are text, media and a session."""
     text = len(request.prompt) if isinstance(request.prompt, str) else 0
-    return text + sum(_source_size(item.source) for item in request.media)
+    session = len(request.session.data) if isinstance(request.session, SealedSession) else 0
+    return text + session + sum(_source_size(item.source) for item in request.media)
 
 
 def _source_size(source: MediaSource) -> int:

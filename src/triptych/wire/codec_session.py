@@ -63,7 +63,7 @@ class SessionCodec:
     """
 
     def __init__(self, endpoints: tuple[Endpoint, ...] = (), signer: SessionSigner | None = None) -> None:
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._signer = signer
 
     def encode(self, session: KvSession) -> pb.KvSessionRef:
@@ -76,7 +76,7 @@ class SessionCodec:
         message = pb.KvSessionRef(
             session_id=handle.session_id,
             transfer_backend=handle.backend,
-            endpoints=[pb.KvEndpoint(host=e.host, port=e.port, protocol=e.protocol) for e in self._endpoints],
+            endpoints=[pb.KvEndpoint(host=e.host, port=e.port, protocol=e.protocol) for e in self.endpoints],
             handoff_profile=HANDOFF_PROFILE,
         )
         attributes = _attributes(session)

@@ -1,0 +1,361 @@
+"""Prefill and decode in processes of their own, as their users and their clients meet them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.drawings import data_uri, shape_png
+from tests.e2e.servers import engine_process, gateway, run, serving
+from triptych.wire.gen import error_pb2, generation_pb2, kv_pb2, lifecycle_pb2, openengine_pb2_grpc, server_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from tests.e2e.servers import Served
+
+COLOURS = ("red", "blue", "green")
+SECONDS = 60.0
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def kv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv") / "sessions"
+
+
+@pytest.fixture(scope="module")
+def served(kv: Path) -> Iterator[Served]:
+    with serving("demo", "--topology", "p+d", "--kv-directory", str(kv)) as running:
+        yield running
+
+
+def body(question: str, *pngs: bytes, **more: Any) -> dict[str, Any]:
+    parts: list[dict] = [{"type": "image_url", "image_url": {"url": data_uri(png)}} for png in pngs]
+    content = [*parts, {"type": "text", "text": question}]
+    return {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": content}]} | more
+
+
+def ask(url: str, asked: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=SECONDS)
+
+
+def colour_of(url: str, colour: str) -> httpx.Response:
+    return ask(url, body("what colour is the circle?", shape_png("circle", colour)))
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def sessions_in(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.suffix != ".alive"]
+
+
+def test_answers_are_those_of_one_engine(served: Served) -> None:
+    red, blue = shape_png("circle", "red"), shape_png("square", "blue", 97)
+    questions = [
+        body("hello"),
+        body("what colour is the circle?", red),
+        body("what shape is in the second picture?", red, blue),
+        body("how many squares are there?", blue, red, blue),
+        body("what colour is the circle?", red, temperature=1, seed=5, max_tokens=12, ignore_eos=True),
+        body("hello", temperature=1.5, seed=6, max_tokens=30, ignore_eos=True, stop=["zzz"]),
+    ]
+    with serving() as whole:
+        for asked in questions:
+            one, two = ask(whole.url, asked).json(), ask(served.url, asked).json()
+            assert one["choices"] == two["choices"]
+            assert one["usage"] == two["usage"]
+
+
+def test_a_timeline_shows_both_engines(served: Served) -> None:
+    answer = ask(served.url, body("what shape is this?", shape_png("square", "teal", 123))).json()  # not seen before
+    spans = httpx.get(f"{served.url}/v1/timeline/{answer['id']}").json()["spans"]
+    names = {(span["process"].partition(" ")[0], span["name"]) for span in spans}
+    assert {("prefill", "encode"), ("prefill", "prefill"), ("decode", "decode"), ("gateway", "request")} <= names
+    assert ("decode", "encode") not in names
+
+
+def test_many_at_once_and_nothing_is_left(served: Served, kv: Path) -> None:
+    async def all_of_them() -> list[tuple[str, str]]:
+        async with httpx.AsyncClient(timeout=SECONDS) as client:
+
+            async def one(index: int) -> tuple[str, str]:
+                colour = COLOURS[index % len(COLOURS)]
+                asked = body("what colour is the circle?", shape_png("circle", colour, 96 + index))
+                response = await client.post(f"{served.url}/v1/chat/completions", json=asked)
+                return colour, response.json()["choices"][0]["message"]["content"]
+
+            return await asyncio.gather(*(one(index) for index in range(32)))
+
+    answers = asyncio.run(all_of_them())
+    assert [said for _, said in answers] == [colour for colour, _ in answers]
+    deadline = time.monotonic() + 30
+    while sessions_in(kv):
+        assert time.monotonic() < deadline, sessions_in(kv)
+        time.sleep(0.05)
+
+
+def test_a_client_that_leaves_frees_both_engines(served: Served) -> None:
+    asked = body("hello", stream=True, max_tokens=4000, ignore_eos=True)
+    with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=asked) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+    engines = [engine["address"] for engine in httpx.get(f"{served.url}/health").json()["engines"]]
+    for address in engines:
+        asyncio.run(idle(address))
+
+
+def test_a_bad_picture_is_named_by_its_place(served: Served) -> None:
+    response = ask(served.url, body("what is it?", b"no picture"))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[0].content[0]"
+    assert colour_of(served.url, "blue").json()["choices"][0]["message"]["content"] == "blue"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_engine_that_dies_ends_serve(tmp_path: Path, index: int) -> None:
+    with serving("demo", "--topology", "p+d", "--kv-directory", str(tmp_path / "kv")) as running:
+        children = sorted(running.children())
+        assert len(children) == 2
+        os.kill(children[index], signal.SIGKILL)
+        assert running.process.wait(timeout=60) == 1
+        assert not [child for child in children if alive(child)]
+
+
+def test_two_of_each_and_a_clean_end(tmp_path: Path) -> None:
+    kv = tmp_path / "kv"
+    with serving("demo", "--topology", "2p+2d", "--kv-directory", str(kv)) as running:
+        children = running.children()
+        assert len(children) == 4
+        roles = [engine["role"] for engine in httpx.get(f"{running.url}/health").json()["engines"]]
+        assert roles == ["prefill", "prefill", "decode", "decode"]
+        for colour in COLOURS * 2:
+            assert colour_of(running.url, colour).json()["choices"][0]["message"]["content"] == colour
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(timeout=60) == 0
+        assert not [child for child in children if alive(child)]
+    assert list(kv.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_kill_9_amid_requests_is_a_retry_or_an_error_and_never_a_wrong_answer(tmp_path: Path, victim: str) -> None:
+    flags = ("--kv-directory", str(tmp_path / "kv"), "--session-ttl", "5")
+    with ExitStack() as stack:
+        engines = {
+            (role, number): stack.enter_context(engine_process("demo", "--role", role, *flags))
+            for role in ("prefill", "decode")
+            for number in range(2)
+        }
+        front = stack.enter_context(gateway(*(engine.address for engine in engines.values())))
+        usable(front, 4)
+
+        async def under_fire() -> list[tuple[str, httpx.Response]]:
+            async with httpx.AsyncClient(timeout=SECONDS) as client:
+
+                async def one(index: int) -> tuple[str, httpx.Response]:
+                    colour = COLOURS[index % len(COLOURS)]
+                    asked = body("what colour is the circle?", shape_png("circle", colour, 96 + index))
+                    return colour, await client.post(f"{front.url}/v1/chat/completions", json=asked)
+
+                calls = [asyncio.create_task(one(index)) for index in range(40)]
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+                engines[victim, 0].process.kill()
+                return await asyncio.gather(*calls)
+
+        for colour, response in asyncio.run(under_fire()):
+            if response.status_code == 200:
+                assert response.json()["choices"][0]["message"]["content"] == colour
+            else:
+                assert response.status_code in (500, 503), response.text
+                assert response.json()["error"]["message"]
+        usable(front, 3)
+        for colour in COLOURS:
+            assert colour_of(front.url, colour).json()["choices"][0]["message"]["content"] == colour
+        for (role, number), engine in engines.items():
+            if (role, number) != (victim, 0):
+                asyncio.run(idle(engine.address))
+
+
+def usable(front: Served, count: int) -> None:
+    """Wait until the gateway knows so many engines to be ready."""
+    deadline = time.monotonic() + 30
+    while True:
+        engines = httpx.get(f"{front.url}/health").json()["engines"]
+        if sum(engine["state"] == "ready" for engine in engines) == count:
+            return
+        assert time.monotonic() < deadline, engines
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("topology", ["p", "2d", "p+x", "0p+d", "p+d+", "100p+d", "40p+40d", ""])
+def test_words_that_are_no_topology(topology: str) -> None:
+    ended = run("serve", "demo", "--topology", topology)
+    assert ended.returncode == 2
+    assert "topology" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "word"),
+    [
+        (("--role", "prefill"), {"TRIPTYCH_HANDOFF_SECRET": "short"}, "secret"),
+        (("--role", "decode", "--kv-transport", "nixl"), {}, "TRIPTYCH_HANDOFF_SECRET"),
+        (("--role", "prefill", "--kv-directory", "/nowhere/at/all"), {}, "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_started_says_why(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], environment: dict[str, str], word: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ended = run("engine", "demo", "--grpc", "127.0.0.1:0", *flags)
+    assert ended.returncode == 1
+    assert word in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert "short" not in ended.stderr.replace("too short", "")
+
+
+# -- plain clients -------------------------------------------------------------------------------
+
+
+class Client:
+    """A plain gRPC client of one engine."""
+
+    def __init__(self, channel: Any) -> None:
+        self.inference = openengine_pb2_grpc.InferenceStub(channel)
+        self.control = openengine_pb2_grpc.ControlStub(channel)
+
+    async def generate(self, **fields: Any) -> list[generation_pb2.GenerateResponse]:
+        asked: dict[str, Any] = {"model": "demo", "sampling": generation_pb2.SamplingParams(temperature=0)}
+        call = self.inference.Generate(generation_pb2.GenerateRequest(**(asked | fields)), timeout=SECONDS)
+        return [event async for event in call]
+
+    async def prefill(self, request_id: str) -> kv_pb2.KvSessionRef:
+        """The session of a prompt with a picture."""
+        request = generation_pb2.GenerateRequest(
+            request_id=request_id, model="demo", prompt=f"{PICTURE}what colour is the circle?", media=[picture()]
+        )
+        request.extra.update({"request_type": "context_only"})
+        events = [event async for event in self.inference.Generate(request, timeout=SECONDS)]
+        assert [event.WhichOneof("event") for event in events] == ["prefill_ready"]
+        return events[-1].prefill_ready.kv_session
+
+    async def decode(self, request_id: str, session: kv_pb2.KvSessionRef) -> str:
+        """The answer from then on."""
+        events = await self._go_on(request_id, session)
+        assert events[-1].WhichOneof("event") == "finished", events[-1]
+        return "".join(event.token.text for event in events if event.WhichOneof("event") == "token")
+
+    async def fails(self, request_id: str, session: kv_pb2.KvSessionRef) -> int:
+        """The code of the error, which is all that comes."""
+        (event,) = await self._go_on(request_id, session)
+        return int(event.error.code)
+
+    async def _go_on(self, request_id: str, session: kv_pb2.KvSessionRef) -> list[generation_pb2.GenerateResponse]:
+        kv = generation_pb2.KvOptions(session=session)
+        return await self.generate(request_id=request_id, prompt=f"{PICTURE}what colour is the circle?", kv=kv)
+
+    async def abort(self, session: kv_pb2.KvSessionRef) -> int:
+        response = await self.control.Abort(lifecycle_pb2.AbortRequest(kv_session=session), timeout=SECONDS)
+        return int(response.status)
+
+    async def load(self) -> server_pb2.LoadInfo:
+        load: server_pb2.LoadInfo = await self.control.GetLoad(server_pb2.GetLoadRequest(), timeout=SECONDS)
+        return load
+
+
+def picture() -> generation_pb2.MediaItem:
+    return generation_pb2.MediaItem(modality=generation_pb2.MODALITY_IMAGE, raw_bytes=shape_png("circle", "red"))
+
+
+@asynccontextmanager
+async def client(address: str) -> AsyncIterator[Client]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Client(channel)
+
+
+async def idle(address: str) -> None:
+    """Wait until an engine holds nothing for anybody."""
+    async with client(address) as one, asyncio.timeout(SECONDS):
+        while True:
+            load = await one.load()
+            if not (load.running_requests or load.queued_requests or load.active_kv_sessions or load.used_kv_blocks):
+                return
+            await asyncio.sleep(0.05)
+
+
+def test_a_plain_client_hands_a_session_over_or_lets_it_go(tmp_path: Path) -> None:
+    flags = ("--kv-directory", str(tmp_path / "kv"))
+    with (
+        engine_process("demo", "--role", "prefill", *flags) as p,
+        engine_process("demo", "--role", "decode", *flags) as d,
+    ):
+        asyncio.run(over_or_go(p.address, d.address))
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+async def over_or_go(prefill: str, decode: str) -> None:
+    async with client(prefill) as p, client(decode) as d:
+        session = await p.prefill("one")
+        assert [(e.host, e.port, e.protocol) for e in session.endpoints] == [
+            ("127.0.0.1", int(prefill.rpartition(":")[2]), "grpc")
+        ]
+        assert (await p.load()).active_kv_sessions == 1
+        assert await d.decode("one", session) == "red"
+        await idle(prefill)
+        assert await p.abort(session) == lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED
+        assert await d.fails("again", session) == error_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+
+        session = await p.prefill("two")
+        assert await p.abort(session) == lifecycle_pb2.ABORT_STATUS_ABORTED
+        await idle(prefill)
+        assert await d.fails("two", session) == error_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND
+        session.session_id = "another"
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await p.abort(session)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        await idle(decode)
+
+
+def test_an_engine_with_another_secret_refuses(tmp_path: Path) -> None:
+    flags = ("--kv-directory", str(tmp_path / "kv"))
+    one, two = {"TRIPTYCH_HANDOFF_SECRET": "1" * 32}, {"TRIPTYCH_HANDOFF_SECRET": "2" * 32}
+    with (
+        engine_process("demo", "--role", "prefill", *flags, environment=one) as p,
+        engine_process("demo", "--role", "decode", *flags, environment=one) as d,
+        engine_process("demo", "--role", "decode", *flags, environment=two) as stranger,
+    ):
+        asyncio.run(signed(p.address, d.address, stranger.address))
+
+
+async def signed(prefill: str, decode: str, other: str) -> None:
+    async with client(prefill) as p, client(decode) as d, client(other) as stranger:
+        session = await p.prefill("one")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stranger.decode("one", session)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        forged = kv_pb2.KvSessionRef()
+        forged.CopyFrom(session)
+        forged.endpoints[0].port += 1
+        for attempt in (d.decode("one", forged), p.abort(forged)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await attempt
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await d.decode("one", session) == "red"  # nothing was consumed by those
+        await idle(prefill)
