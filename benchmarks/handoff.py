@@ -4,7 +4,8 @@
     scripts/bench handoff --mib 1 1024           other sizes
     scripts/bench handoff --only transports      one part: transports, resume or pictures
 
-transports   both sides in this process; a block copy by numpy of the same bytes, in the same round, is 1
+transports   both sides in this process; a block copy by numpy of the same bytes is 100 %, and a file is what shared-dir
+             cannot beat
 resume       prefill and decode processes and a random model with much KV: from PrefillReady to the first token that the
              caller sees (it came with the session) and to the next one (which needs the KV)
 pictures     aggregated, prefill and decode processes and a random vision model: time to first token over gRPC, every
@@ -68,6 +69,7 @@ SIZES = (224, 896, 1792)
 CROWDS = (1, 4)
 TTL = 600.0
 COPY = "numpy copy"
+FILE = "a file"
 WAIT = 120.0
 """Seconds after which something is wrong."""
 
@@ -151,6 +153,21 @@ def copy_seconds(source: KvPool, target: KvPool) -> float:
     return time.perf_counter() - start
 
 
+def file_seconds(path: Path, source: KvPool, target: KvPool) -> tuple[float, float]:
+    """The same bytes into a new file in the directory of the engines and out of it: of all, and of the reading."""
+    start = time.perf_counter()
+    with path.open("xb", buffering=0) as file:
+        for block in source.memory:
+            file.write(block)
+    reading = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        for block in target.memory:
+            file.readinto(block)
+    end = time.perf_counter()
+    path.unlink()
+    return end - start, end - reading
+
+
 def transports(kinds: Kinds, mib: Sequence[int], rounds: int) -> None:
     """Every transport by every size."""
     print(f"\ntransports: median of {rounds} rounds, GiB/s, and the share of the copy's rate")
@@ -159,12 +176,14 @@ def transports(kinds: Kinds, mib: Sequence[int], rounds: int) -> None:
         blocks = max(1, size * MIB // LAYOUT.block_bytes)
         source, target = random_pool(blocks), random_pool(blocks)
         opened = {name: Sides(transport, source, target) for name, transport in kinds.all().items()}
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (COPY, *opened)}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in (COPY, FILE, *opened)}
         for turn in range(rounds + 1):
             for name in alternating(list(taken), turn):
                 target.memory.fill(0)
                 if name == COPY:
                     seconds = (copy_seconds(source, target),) * 2
+                elif name == FILE:
+                    seconds = file_seconds(kinds.directory / "file", source, target)
                 else:
                     seconds = opened[name].move(writes=name == "shared-dir")
                 if not np.array_equal(source.memory, target.memory):

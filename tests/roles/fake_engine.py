@@ -78,8 +78,8 @@ class FakeEngine:
         self.check_queue(len(requests))
         self.submitted.append(tuple(requests))
 
-    def check_queue(self, count: int = 1) -> None:
-        if sum(map(len, self.submitted)) + count > self.room:
+    def check_queue(self, count: int = 1, *, before: int = 0) -> None:
+        if sum(map(len, self.submitted)) + before + count > self.room:
             raise Overloaded("no room")
 
     def abort(self, request_id: str) -> None:

@@ -14,11 +14,13 @@ from tests.roles.kv_changes import block
 from triptych.core.adapter import AdapterInfo
 from triptych.core.errors import (
     AdapterNotFound,
+    Cancelled,
     Draining,
     DuplicateRequest,
     Internal,
     InvalidRequest,
     Overloaded,
+    RequestNotFound,
     UnsupportedFeature,
     WrongState,
 )
@@ -358,3 +360,36 @@ async def test_switched_off_by_its_flag() -> None:
     await turns()
     with pytest.raises(WrongState, match="--no-kv-events"):
         role.subscribe_kv(snapshot=True, start=0)
+
+
+async def test_an_id_is_taken_while_its_request_is_looked_at() -> None:
+    compiler = Compiler()
+    role = fake_role(FakeEngine(), compiler=compiler)
+    asked = request(request_id="one", guide=JSON)
+    arriving = asyncio.create_task(role.accept(asked))
+    await turns()
+    assert compiler.asked
+    with pytest.raises(DuplicateRequest):
+        await role.accept(asked)
+    assert role.load().queued_requests == 1
+    assert await role.abort("one") is AbortOutcome.ABORTED
+    compiler.go.set()
+    with pytest.raises(Cancelled):
+        await arriving
+    assert role.load().queued_requests == 0
+    with pytest.raises(RequestNotFound):
+        await role.abort("one")
+
+
+async def test_whoever_is_looked_at_has_a_place_in_the_queue() -> None:
+    compiler = Compiler()
+    engine = FakeEngine(room=2)
+    role = fake_role(engine, compiler=compiler)
+    guided = [request(request_id=f"{name}", guide=JSON) for name in range(2)]
+    arriving = [asyncio.create_task(role.accept(one)) for one in guided]
+    await turns()
+    with pytest.raises(Overloaded):
+        await role.accept(request(request_id="late"))
+    compiler.go.set()
+    for answer in await asyncio.gather(*arriving):
+        await answer.aclose()

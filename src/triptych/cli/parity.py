@@ -126,7 +126,8 @@ class Sides:
         moved = self._imported_blocks() - moved
         differences = [*_differences(whole, first, rest)]
         kept = 0
-        if first.session is not None and not differences:
+        if first.session is not None and rest.usage is not None and rest.usage.completion_tokens > case.outputs:
+            # of answers that end with their first tokens nothing is fetched
             kept = first.session.handle.blocks - moved
             wanted = known if case.reuse is not None and case.reuse.on_decode else 0
             if kept != wanted:
@@ -213,8 +214,8 @@ async def _ask(role: Role, request: GenerateRequest) -> Said:
                     said.session = session
                 case PrefillReady():
                     raise Internal("a role of this process sealed its session")
-                case Failed(error=error):
-                    said.error = f"{type(error).__name__}: {error}"
+                case Failed(error=failure):
+                    said.error = f"{type(failure).__name__}: {failure}"
     finally:
         await answer.aclose()
     return said
@@ -260,8 +261,10 @@ def _gap(one: TokenLogprob | None, other: TokenLogprob | None) -> float:
         return gap if one.candidates is other.candidates else float("inf")
     if len(one.candidates.token_ids) != len(other.candidates.token_ids):
         return float("inf")
-    ours = dict(zip(one.candidates.token_ids.tolist(), one.candidates.logprobs.tolist(), strict=True))
-    theirs = dict(zip(other.candidates.token_ids.tolist(), other.candidates.logprobs.tolist(), strict=True))
+    ours: dict[int, float] = dict(zip(one.candidates.token_ids.tolist(), one.candidates.logprobs.tolist(), strict=True))
+    theirs: dict[int, float] = dict(
+        zip(other.candidates.token_ids.tolist(), other.candidates.logprobs.tolist(), strict=True)
+    )
     last = min(*ours.values(), *theirs.values())
     gaps = (abs(ours.get(token_id, last) - theirs.get(token_id, last)) for token_id in ours.keys() | theirs.keys())
     return max(gap, *gaps)

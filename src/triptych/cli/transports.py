@@ -103,7 +103,10 @@ def transport_of(options: HandoffOptions, *, needed: bool, device: str) -> Trans
     if not device.startswith("cpu"):
         raise StartupError(f"KV moves between engines on --device cpu only, not {device}")
     if kind == SHARED_DIR:
-        return SharedDir(options.kv_directory or own_directory(), options.session_ttl)
+        directory = options.kv_directory or own_directory()
+        if not directory.parent.is_dir():
+            raise StartupError(f"--kv-directory {directory}: there is no directory {directory.parent}")
+        return SharedDir(directory, options.session_ttl)
     if options.handoff_secret is None:
         raise StartupError(f"--kv-transport {NIXL} needs a hand-off secret: set TRIPTYCH_HANDOFF_SECRET")
     return Nixl(options.handoff_secret)

@@ -149,14 +149,18 @@ class Engine:
             self._arriving += len(requests)
             self._inbox.put(_Submit(tuple(requests)))
 
-    def check_queue(self, count: int = 1) -> None:
+    def check_queue(self, count: int = 1, *, before: int = 0) -> None:
         """Refuse what ``submit`` would refuse for want of room for ``count`` outputs; from any thread.
+
+        Args:
+            count: outputs of one request.
+            before: outputs of others that are about to be submitted.
 
         Raises:
             Overloaded: the queue is full.
             InvalidRequest: there is never room for so many.
         """
-        self._scheduler.check_queue(self._arriving, count)
+        self._scheduler.check_queue(self._arriving + before, count)
 
     def abort(self, request_id: str) -> None:
         """End a request soon; from any thread. An id that is not live is no error."""

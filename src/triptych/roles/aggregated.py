@@ -69,13 +69,12 @@ class Aggregated:
 
     async def run_whole(self, request: GenerateRequest) -> AnswerStream:
         """Accept a request that begins and ends here."""
-        arrival = time.monotonic()
-        self._live.refuse(request)
-        draft = await self._intake.validate(request, arrival)
-        self._live.refuse(request)  # validation may have waited
-        ticket = self._intake.line_up(request)
-        answer = self._live.answer(request)
-        self._live.begin(answer, ticket, self._submit(answer, draft, ticket))
+        with self._live.arriving(request) as arrival:
+            draft = await self._intake.validate(request, time.monotonic())
+            arrival.go_on()
+            ticket = self._intake.line_up(request)
+            answer = self._live.answer(request)
+            self._live.begin(answer, ticket, self._submit(answer, draft, ticket))
         return answer
 
     async def _submit(self, answer: AnswerStream, draft: Draft, ticket: Ticket | None) -> None:

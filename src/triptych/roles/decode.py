@@ -85,22 +85,21 @@ class Decode:
         Raises:
             TriptychError: as ``Role.accept``; nothing is held here, and the session waits as before.
         """
-        arrival = time.monotonic()
         session = _read(request)
-        self._live.refuse(request)
-        check_origin(session, self._layout, self._model)
-        check_adapter(session, self._intake.adapters.resolve(request.lora_name))
-        check_lease(session, time.time_ns())
-        check_first(session, request, self._intake.frontend.vocab_size)
-        request = _rest_of(request, session)
-        if session.plan is not None:
-            draft = await self._intake.attach(request, session.plan, arrival)
-        else:
-            draft = await self._intake.validate(request, arrival)
-        self._live.refuse(request)  # validation may have waited
-        ticket = self._intake.line_up(draft.request)
-        answer = self._live.answer(request)
-        self._live.begin(answer, ticket, self._submit(answer, session, draft, ticket))
+        with self._live.arriving(request) as arrival:
+            check_origin(session, self._layout, self._model)
+            check_adapter(session, self._intake.adapters.resolve(request.lora_name))
+            check_lease(session, time.time_ns())
+            check_first(session, request, self._intake.frontend.vocab_size)
+            request = _rest_of(request, session)
+            if session.plan is not None:
+                draft = await self._intake.attach(request, session.plan, time.monotonic())
+            else:
+                draft = await self._intake.validate(request, time.monotonic())
+            arrival.go_on()
+            ticket = self._intake.line_up(draft.request)
+            answer = self._live.answer(request)
+            self._live.begin(answer, ticket, self._submit(answer, session, draft, ticket))
         try:
             await answer.admission()
         except BaseException:

@@ -1,7 +1,7 @@
 """The requests of one engine that are live: accepted, and not yet closed by their callers.
 
-    refuse     the engine ends, the id is taken, or there is no room
-    begin      the id is taken; a task gets the request into the engine, however impatient the caller is
+    arriving   refused if the engine ends, the id is taken, or there is no room; else the id is, and an abort finds it
+    begin      accepted: a task gets the request into the engine, however impatient the caller is
     take       the engine's events -> the answers that they are about
     close      the caller has left: the id is free, and what is still computed is ended
 
@@ -15,16 +15,25 @@ import asyncio
 import itertools
 import logging
 from collections import OrderedDict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triptych.core.errors import Draining, DuplicateRequest, Internal, InvalidRequest, RequestNotFound, TriptychError
+from triptych.core.errors import (
+    Cancelled,
+    Draining,
+    DuplicateRequest,
+    Internal,
+    InvalidRequest,
+    RequestNotFound,
+    TriptychError,
+)
 from triptych.roles.answer import AnswerStream
 from triptych.roles.contract import AbortOutcome
 from triptych.roles.output import outputs_of
 from triptych.roles.visible_text import token_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from triptych.core.events import EngineEvent
     from triptych.core.request import GenerateRequest
@@ -85,6 +94,32 @@ class _Preparation(NamedTuple):
     """The place in line for media."""
 
 
+class Arrival:
+    """A request that is looked at and not accepted yet."""
+
+    def __init__(self, live: LiveRequests, outputs: int) -> None:
+        self.outputs = outputs
+        """As many places in the engine's queue are meant for it."""
+        self._live = live
+        self._aborted = False
+
+    def abort(self) -> AbortOutcome:
+        """It shall not be accepted."""
+        self._aborted = True
+        return AbortOutcome.ABORTED
+
+    def go_on(self) -> None:
+        """Ask once it was looked at, before it is accepted.
+
+        Raises:
+            Cancelled: an abort came meanwhile.
+            Draining: the engine is shutting down or has failed.
+        """
+        self._live.refuse_if_closed()
+        if self._aborted:
+            raise Cancelled("the request was aborted before it was accepted")
+
+
 class LiveRequests:
     """Belongs to the event loop.
 
@@ -104,6 +139,8 @@ class LiveRequests:
         """Every answer that was accepted and not closed, by the client's id."""
         self._by_serial: dict[str, LiveAnswer] = {}
         """The same answers, by each of their outputs."""
+        self._arriving: dict[str, Arrival] = {}
+        """What is not accepted yet, by the client's id."""
         self._preparing: dict[LiveAnswer, _Preparation] = {}
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
         self._idle = asyncio.Event()
@@ -123,7 +160,8 @@ class LiveRequests:
     @property
     def preparing(self) -> int:
         """Outputs that the engine does not have yet."""
-        return sum(len(answer.serials) for answer in self._preparing)
+        arriving = sum(arrival.outputs for arrival in self._arriving.values())
+        return arriving + sum(len(answer.serials) for answer in self._preparing)
 
     def client_id(self, serial: str) -> str:
         """The client's name for a live request, by the engine's; empty where there is none."""
@@ -143,8 +181,9 @@ class LiveRequests:
         if self.draining:
             raise Draining("the engine is shutting down")
 
-    def refuse(self, request: GenerateRequest) -> None:
-        """Refuse what cannot be begun now. Ask before validation, and once more after it has waited.
+    @contextmanager
+    def arriving(self, request: GenerateRequest) -> Iterator[Arrival]:
+        """While a request is looked at: from here on its id is taken. What is accepted begins inside.
 
         Raises:
             Draining: the engine is shutting down or has failed.
@@ -153,14 +192,21 @@ class LiveRequests:
             Overloaded: the engine's queue is full.
         """
         self.refuse_if_closed()
-        if request.request_id in self._by_id:
-            raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
-        outputs = request.num_sequences
+        request_id, outputs = request.request_id, request.num_sequences
+        if request_id in self._by_id or request_id in self._arriving:
+            raise DuplicateRequest(f"request id {request_id!r} is in use by a live request")
         if outputs > self._max_outputs:
             raise InvalidRequest(
                 f"num_sequences is {outputs}; one request can have at most {self._max_outputs} outputs here"
             )
-        self._engine.check_queue(outputs)
+        self._engine.check_queue(outputs, before=self.preparing)
+        arrival = self._arriving[request_id] = Arrival(self, outputs)
+        self._idle.clear()
+        try:
+            yield arrival
+        finally:
+            del self._arriving[request_id]
+            self._settle()
 
     def answer(self, request: GenerateRequest) -> AnswerStream:
         """A new answer to the request, not yet begun."""
@@ -217,6 +263,8 @@ class LiveRequests:
         """End one request; see ``Role.abort``."""
         answer = self._by_id.get(request_id)
         if answer is None:
+            if request_id in self._arriving:
+                return self._arriving[request_id].abort()
             if request_id in self._finished_ids:
                 return AbortOutcome.ALREADY_FINISHED
             raise RequestNotFound(f"no request {request_id!r}")
@@ -224,7 +272,8 @@ class LiveRequests:
 
     def abort_all(self) -> int:
         """End every request; returns how many were live."""
-        outcomes = [self._abort(answer) for answer in list(self._by_id.values())]
+        outcomes = [arrival.abort() for arrival in self._arriving.values()]
+        outcomes += [self._abort(answer) for answer in list(self._by_id.values())]
         return outcomes.count(AbortOutcome.ABORTED)
 
     def _abort(self, answer: LiveAnswer) -> AbortOutcome:
@@ -258,7 +307,10 @@ class LiveRequests:
         self._finished_ids.move_to_end(request_id)
         while len(self._finished_ids) > REMEMBERED_IDS:
             self._finished_ids.popitem(last=False)
-        if not self._by_id:
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._by_id and not self._arriving:
             self._idle.set()
 
     async def idle(self) -> None:

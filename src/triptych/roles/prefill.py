@@ -55,26 +55,25 @@ class Prefill:
 
     async def accept(self, request: GenerateRequest) -> PrefillAnswer:
         """Validate and admit; see ``Role.accept``. However the request asks, its answer is a ``PrefillReady``."""
-        arrival = time.monotonic()
         if request.session is not None:
             raise RoleMismatch(
                 "kv.session: this engine computes prompts; send what goes on from one to a decode engine"
             )
         request = _one_token(request)
-        self._live.refuse(request)
-        draft = await self._intake.validate(request, arrival)
-        self._live.refuse(request)  # validation may have waited
-        ticket = self._intake.line_up(request)
-        handoff = _Handoff(request.request_id, self._leases, self._model)
-        answer = PrefillAnswer(
-            request.request_id,
-            self._live.serials(request.num_sequences),
-            handoff,
-            token_text=self._live.token_text(request),
-            abort=self._engine.abort,
-            on_close=self._live.close,
-        )
-        self._live.begin(answer, ticket, self._submit(answer, handoff, draft, ticket))
+        with self._live.arriving(request) as arrival:
+            draft = await self._intake.validate(request, time.monotonic())
+            arrival.go_on()
+            ticket = self._intake.line_up(request)
+            handoff = _Handoff(request.request_id, self._leases, self._model)
+            answer = PrefillAnswer(
+                request.request_id,
+                self._live.serials(request.num_sequences),
+                handoff,
+                token_text=self._live.token_text(request),
+                abort=self._engine.abort,
+                on_close=self._live.close,
+            )
+            self._live.begin(answer, ticket, self._submit(answer, handoff, draft, ticket))
         return answer
 
     async def _submit(self, answer: PrefillAnswer, handoff: _Handoff, draft: Draft, ticket: Ticket | None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import TriptychError
+from triptych.core.errors import Overloaded, TriptychError
 from triptych.core.events import Failed, PrefillReady
 from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.core.session import KvSession
@@ -47,6 +47,7 @@ class InferenceProbe:
             sampling=Sampling(temperature=0),
             stopping=Stopping(max_tokens=1, ignore_eos=True),
             detokenize=False,
+            priority=2**31 - 1,  # the engine is asked, not its queue
         )
         try:
             async with asyncio.timeout(PROBE_SECONDS):
@@ -62,6 +63,8 @@ class InferenceProbe:
                     await answer.aclose()
         except TimeoutError:
             return HealthCheck(NAME, HealthState.DEGRADED, f"no token within {PROBE_SECONDS:.0f} s")
+        except Overloaded as error:
+            return HealthCheck(NAME, HealthState.DEGRADED, str(error))
         except TriptychError as error:
             return HealthCheck(NAME, HealthState.NOT_READY, str(error))
         return HealthCheck(NAME, HealthState.READY)

@@ -88,6 +88,8 @@ class NixlAgent:
         self._library = _load()
         self._errors = _errors_of(self._library)
         self._peer = ""
+        self._arrays: list[npt.NDArray[Any]] = []
+        """They live as long as the agent does."""
         try:
             config = self._library.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = self._library.nixl_agent(name, config)
@@ -106,6 +108,7 @@ class NixlAgent:
         regions = [(each.ctypes.data, each.nbytes, 0, "") for each in arrays]
         try:
             self._agent.register_memory(regions, "DRAM")
+            self._arrays += arrays
         except self._errors as error:
             size = sum(each.nbytes for each in arrays)
             raise StartupError(f"nixl could not register {size} bytes ({one_line(error)})") from error
@@ -164,12 +167,12 @@ class NixlAgent:
 
     def close(self) -> None:
         """End it. Every read must be over; nothing touches the registered memory afterwards."""
-        # nothing else refers to it, so this destroys it: connections, worker, registrations
-        self._agent = None
+        self._agent = None  # nothing else refers to it: this destroys connections, worker and registrations
+        self._arrays.clear()
 
     def abandon(self) -> None:
         """Neither use nor destroy it any more: a read is still under way, and the process is about to end."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent.agent))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 class NixlRead:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0001, 0.001
 """Seconds between two looks at what is under way; each pause is twice the last."""
+HANGING_PAUSE = 0.02
+"""The same when nobody waits for it but us: the end of reads that were given up."""
 CLOSE_SECONDS = 5.0
 """How long ``close`` waits for reads of producers that do not answer."""
 
@@ -158,7 +160,8 @@ class NixlFetcher:
                 overdue += fetch.cancelled or fetch.expired(now)
         with self._lock:
             self._overdue, self._connected = overdue, self._peers.count
-        self._pause = 0.0 if progress else min(max(2 * self._pause, SHORTEST_PAUSE), LONGEST_PAUSE)
+        longest = LONGEST_PAUSE if len(fetches) > overdue else HANGING_PAUSE
+        self._pause = 0.0 if progress else min(max(2 * self._pause, SHORTEST_PAUSE), longest)
 
     def _turn(self, fetch: NixlFetch, now: float) -> FetchResult | None:
         if fetch.taking is not None:

@@ -79,7 +79,7 @@ class NixlLedger:
         Raises:
             IntegrityError: it is not open.
         """
-        session = self._find(session_id)
+        session = self.find(session_id)
         session.blocks += blocks
         session.generations += generations
 
@@ -89,7 +89,7 @@ class NixlLedger:
         Raises:
             IntegrityError: it is not open.
         """
-        session = self._find(session_id)
+        session = self.find(session_id)
         session.sealed = True
         # The tag last: a consumer that finds it must not find its predecessor's consumer beside it.
         self.table[session.slot, 1] = 0
@@ -133,7 +133,12 @@ class NixlLedger:
         """All that are not over."""
         return list(self._sessions.values())
 
-    def _find(self, session_id: str) -> LedgerSession:
+    def find(self, session_id: str) -> LedgerSession:
+        """One that is open and not sealed.
+
+        Raises:
+            IntegrityError: it is not.
+        """
         session = self._sessions.get(session_id)
         if session is None or session.sealed:
             raise IntegrityError(f"KV session {session_id} is not open")

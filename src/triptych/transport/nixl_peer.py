@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from triptych.transport.nixl_state import NixlPlace
     from triptych.transport.nixl_words import Word
 
-LANDINGS = 8
+LANDINGS = 4
 """Fetches from one peer that may be under way at once; others wait their turn."""
 SETTLE_ROUNDS = 8
 """Looks at a peer before it is disconnected; one was always enough, none ended the process."""
+WORD_ROUNDS = 16
+"""Looks at a peer after something was said to it, lest the word stays behind."""
 _HEAD = (STAMP_BYTES + ROW_BYTES) // 8
 
 
@@ -82,6 +84,8 @@ class NixlPeer:
         """Why nothing can be read there any more."""
         self.closed = False
         self._settled = 0
+        self._unsaid = 0
+        """Looks that are left for the last word."""
         self._pool = pool
         words = np.zeros((LANDINGS, _HEAD + place.num_blocks), np.int64)
         self._landings = [Landing(row) for row in words]
@@ -109,6 +113,7 @@ class NixlPeer:
     def say(self, word: Word) -> None:
         """Leave word; if that fails, the peer is lost."""
         if not self.lost:
+            self._unsaid = WORD_ROUNDS
             try:
                 self._agent.send(word.pack())
             except PeerLost as error:
@@ -140,6 +145,9 @@ class NixlPeer:
 
     def poll(self) -> bool:
         """Move on what is under way; whether anything is over that was not."""
+        if self._unsaid and not self.lost:
+            self._unsaid -= 1
+            self._move()
         going = []
         for read, landing in self._reads:
             if read.poll() is ReadState.UNDER_WAY:
@@ -154,8 +162,8 @@ class NixlPeer:
 
     @property
     def busy(self) -> bool:
-        """Whether a read is under way."""
-        return bool(self._reads)
+        """Whether a read is under way, or a word."""
+        return bool(self._reads) or (self._unsaid > 0 and not self.lost)
 
     def settle(self) -> bool:
         """Move on what a lost connection has left; whether the agent may be closed.
@@ -163,8 +171,7 @@ class NixlPeer:
         UCX ends the process when a worker is destroyed that still has pieces of failed READs queued. Each call works
         off all that there are; they come up while the connection is being taken apart.
         """
-        with contextlib.suppress(PeerLost):
-            self._agent.received()
+        self._move()
         self._settled += 1
         return not self._reads and self._settled >= SETTLE_ROUNDS
 
@@ -185,6 +192,10 @@ class NixlPeer:
         else:
             self._over(read)
         return read
+
+    def _move(self) -> None:
+        with contextlib.suppress(PeerLost):  # who reads or speaks next will hear of it
+            self._agent.received()
 
     def _over(self, read: NixlRead) -> None:
         read.release()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from triptych.transport.nixl_agent import NixlOptions
     from triptych.transport.nixl_state import NixlPlace
 
-MAX_PEERS = 16
+MAX_PEERS = 32
 """Connected at once; who was not needed for longest goes first."""
 PEER_IDLE_SECONDS = 60.0
 """After which a peer that nobody needs is disconnected: its producer may have ended without a word."""

@@ -11,16 +11,15 @@ generations after its last byte has arrived cannot mistake new content for old.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from triptych.core.errors import Draining, StartupError, one_line
+from triptych.core.errors import Draining, StartupError
 from triptych.core.handles import KvHandle
 from triptych.transport.contract import SessionEvent
 from triptych.transport.nixl_agent import NixlAgent, PeerLost
@@ -44,8 +43,6 @@ LONGEST_PAUSE = 0.001
 """The same while a session waits to be taken; each pause is twice the last."""
 IDLE_PAUSE = 0.05
 """The same while none does: somebody may still come late, or connect."""
-
-log = logging.getLogger(__name__)
 
 
 class NixlPublisher:
@@ -107,15 +104,16 @@ class NixlPublisher:
             InvalidRequest: it has no blocks, or more than a handle can name.
         """
         with self._changed:
-            session = self._ledger.seal(session_id)
-            self._hurry()
-        count = len(session.blocks)
-        handle = KvHandle(session_id, BACKEND, self._place.instance_id, self._pool.layout, count, b"")
+            session = self._ledger.find(session_id)
         blocks, generations = as_column(session.blocks), as_column(session.generations)
+        handle = KvHandle(session_id, BACKEND, self._place.instance_id, self._pool.layout, len(blocks), b"")
         state = NixlState(self._place, session_id, session.slot, session.tag, blocks, generations)
-        return KvHandle(
-            handle.session_id, BACKEND, handle.instance_id, handle.layout, count, seal_state(state, self._options)
-        )
+        handle = replace(handle, state=seal_state(state, self._options))
+        with self._changed:
+            self._ledger.seal(session_id)
+            self._pause = SHORTEST_PAUSE
+            self._changed.notify()
+        return handle
 
     def withdraw(self, session_id: str) -> None:
         """Let nobody have it any more."""
@@ -147,8 +145,9 @@ class NixlPublisher:
             while self._rest():
                 try:
                     messages = self._agent.received()
-                except PeerLost as error:
-                    log.warning("nixl: %s", one_line(error))
+                except PeerLost:
+                    with self._changed:
+                        self._counts["errors"] += 1
                     continue
                 for message in messages:
                     self._hear(message)
@@ -169,11 +168,6 @@ class NixlPublisher:
                 longest = LONGEST_PAUSE if self._ledger.held else IDLE_PAUSE
             self._pause = min(2 * self._pause, longest)
             return not self._closing
-
-    def _hurry(self) -> None:
-        """Look again soon."""
-        self._pause = SHORTEST_PAUSE
-        self._changed.notify()
 
     def _hear(self, message: bytes) -> None:
         word = parse_word(message)
