@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.roles.running import Answered, ask_all
-from triptych.cli.assemble import Moves, aggregated, decode, prefill
+from triptych.cli.assemble import Moves, aggregated, decode, load, prefill
+from triptych.cli.flags import DEMO
 from triptych.core.events import PrefillReady, Prompt
 from triptych.core.session import KvSession
 from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
@@ -20,11 +21,28 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from triptych.cli.assemble import LoadedModel
+    from triptych.cli.options import EngineOptions
     from triptych.core.request import GenerateRequest
     from triptych.roles.desk import Desk
     from triptych.transport.contract import KvPool, SessionEvent
 
 CODEC = SessionCodec()
+
+
+class Models(NamedTuple):
+    """The demo model three times: each engine's thread needs its own."""
+
+    whole: LoadedModel
+    prefill: LoadedModel
+    decode: LoadedModel
+    """Without the encoder."""
+
+
+def load_models(chosen: EngineOptions) -> Models:
+    def one(*, tower: bool) -> LoadedModel:
+        return load(DEMO, chosen, lambda done, total: None, tower=tower)
+
+    return Models(one(tower=True), one(tower=True), one(tower=False))
 
 
 class Memory:
@@ -77,16 +95,14 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(
-    loaded: LoadedModel, *, ttl: float = 60.0, decode_model: LoadedModel | None = None
-) -> AsyncIterator[Pair]:
+async def running_pair(models: Models, *, ttl: float = 60.0) -> AsyncIterator[Pair]:
     """The three are drained in the end."""
     memory = Memory()
     moves = Moves(memory, ttl)
-    roles = [aggregated(loaded, uuid.uuid4().hex, check=True)]
+    roles = [aggregated(models.whole, uuid.uuid4().hex, check=True)]
     try:
-        roles.append(prefill(loaded, uuid.uuid4().hex, moves, check=True))
-        roles.append(decode(decode_model or loaded, uuid.uuid4().hex, moves, check=True))
+        roles.append(prefill(models.prefill, uuid.uuid4().hex, moves, check=True))
+        roles.append(decode(models.decode, uuid.uuid4().hex, moves, check=True))
         yield Pair(*roles, memory)
     finally:
         for role in roles:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.adapters import make_adapter
 from tests.drawings import shape_png
-from tests.roles.pair import Pair, ask_apart, begin, running_pair
-from tests.roles.running import Answered, ask, ask_all, load_model, options
+from tests.roles.pair import Models, Pair, ask_apart, begin, load_models, running_pair
+from tests.roles.running import Answered, ask, ask_all, options
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.adapter import AdapterInfo
 from triptych.core.errors import KvSessionNotFound, Overloaded, RoleMismatch, SessionMismatch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from triptych.cli.assemble import LoadedModel
     from triptych.core.events import Usage
 
 MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -37,13 +36,13 @@ PICTURES = [shape_png(*shape) for shape in SHAPES]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(options())
+def models() -> Models:
+    return load_models(options())
 
 
 @pytest.fixture
-async def pair(loaded: LoadedModel) -> AsyncIterator[Pair]:
-    async with running_pair(loaded) as both:
+async def pair(models: Models) -> AsyncIterator[Pair]:
+    async with running_pair(models) as both:
         yield both
         await both.idle()
 
@@ -238,8 +237,8 @@ async def test_an_aborted_session_cannot_be_taken(pair: Pair) -> None:
     assert isinstance(got.end.error, KvSessionNotFound)
 
 
-async def test_an_expired_session_is_an_error_and_its_blocks_are_free(loaded: LoadedModel) -> None:
-    async with running_pair(loaded, ttl=0.05) as pair:
+async def test_an_expired_session_is_an_error_and_its_blocks_are_free(models: Models) -> None:
+    async with running_pair(models, ttl=0.05) as pair:
         begun = await begin(pair.prefill, request(2))
         await pair.idle()
         assert pair.prefill.statistics()["kv_sessions"]["expired"] == 1
@@ -276,9 +275,9 @@ async def test_aborts_on_the_decode_engine(pair: Pair, steps: int) -> None:
     await answer.aclose()
 
 
-async def test_no_room_is_said_before_acceptance_and_the_session_waits_on(loaded: LoadedModel) -> None:
-    narrow = replace(loaded, config=replace(loaded.config, max_running_requests=1))
-    async with running_pair(loaded, decode_model=narrow) as pair:
+async def test_no_room_is_said_before_acceptance_and_the_session_waits_on(models: Models) -> None:
+    config = replace(models.decode.config, max_running_requests=1)
+    async with running_pair(models._replace(decode=replace(models.decode, config=config))) as pair:
         asked = request(1)
         begun = await begin(pair.prefill, asked)
         rest = replace(asked, session=begun.session, media=())

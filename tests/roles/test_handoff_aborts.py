@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.drawings import shape_png
-from tests.roles.pair import Pair, begin, running_pair, travelled
-from tests.roles.running import Answered, ask_all, load_model, options
+from tests.roles.pair import Pair, begin, load_models, running_pair, travelled
+from tests.roles.running import Answered, ask_all, options
 from triptych.core.errors import Cancelled, KvSessionNotFound, Overloaded, RequestNotFound
 from triptych.core.events import Failed, Finished, FinishReason, PrefillReady, Tokens
 from triptych.core.media import MediaItem, Modality, RawBytes
@@ -205,8 +205,8 @@ async def healthy(role: Desk) -> bool:
 
 async def check_storm(total: int, concurrency: int, seed: int) -> None:
     rng = random.Random(seed)
-    loaded = load_model(options(max_running_requests=concurrency))
-    async with running_pair(loaded, ttl=TTL) as pair:
+    models = load_models(options(max_running_requests=concurrency))
+    async with running_pair(models, ttl=TTL) as pair:
         requests = distinct_requests(24, rng)
         storm = Storm(pair, rng, requests, [await ask_all(pair.whole, one) for one in requests])
         numbers = iter(range(total))
@@ -244,7 +244,7 @@ async def test_two_thousand() -> None:
 
 async def test_a_session_that_nobody_has_read_of_is_never_taken() -> None:
     """Its name cannot be known, but suppose it were."""
-    async with running_pair(load_model(options())) as pair:
+    async with running_pair(load_models(options())) as pair:
         asked = distinct_requests(1, random.Random(3))[0]
         answer = await pair.prefill.accept(asked)
         async with asyncio.timeout(20):

@@ -38,6 +38,7 @@ REFUSALS = {
     "ALREADY_EXISTS",
     "RESOURCE_EXHAUSTED",
     "FAILED_PRECONDITION",
+    "CANCELLED",  # by an abort that came before it was accepted
 }
 FAILURES = {
     error_pb2.ERROR_CODE_INVALID_ARGUMENT,
