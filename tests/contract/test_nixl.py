@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -70,8 +71,7 @@ def forged(handle: KvHandle, secret: str, **changes: Any) -> KvHandle:
     """Signed like ours, but of another place."""
     options = NixlOptions(secret.encode())
     state = parse_state(handle, options)
-    fields = {name: getattr(state.place, name) for name in state.place.__struct_fields__}
-    place = type(state.place)(**{**fields, **{key: fields[key] + change for key, change in changes.items()}})
+    place = msgspec.structs.replace(state.place, **changes)
     return dataclasses.replace(handle, state=seal_state(dataclasses.replace(state, place=place), options))
 
 
@@ -81,25 +81,35 @@ def forged(handle: KvHandle, secret: str, **changes: Any) -> KvHandle:
 def test_a_lie_that_is_signed_stays_within_what_was_registered(tmp_path: Path) -> None:
     with sides(NIXL, tmp_path) as both:
         size = both.source.memory.nbytes
-        for block, changes in (
-            (0, {"memory": size}),
-            (0, {"memory": -4}),
-            (7, {"memory": 4}),
-            (7, {"memory": -(2**30)}),
-            (0, {"generations": 8 * 8}),
-            (7, {"generations": 2**30}),
-            (7, {"table": 2**30}),
+        for block, name, distance in (
+            (0, "memory", size),
+            (0, "memory", -4),
+            (7, "memory", 4),
+            (7, "memory", -(2**30)),
+            (0, "generations", 8 * 8),
+            (7, "generations", 2**30),
+            (7, "table", 2**30),
         ):
             before = both.target.memory.copy()
             handle = both.offer([block])
-            lie = forged(handle, both.place, **changes)
+            address = getattr(parse_state(handle, NixlOptions(both.place.encode())).place, name)
+            lie = forged(handle, both.place, **{name: address + distance})
             both.fetcher.check(lie)
             assert both.take(lie, straight(1)) in {GONE, FAILED}
             assert np.array_equal(both.target.memory[1:], before[1:])
-            if "generations" not in changes:  # which are looked at when the bytes are there
+            if name != "generations":  # which are looked at when the bytes are there
                 assert np.array_equal(both.target.memory, before)
             both.publisher.withdraw(handle.session_id)
             threading.Event().wait(1.2 * nixl_peers.COLD_SECONDS)
+        assert both.take(both.offer([1]), straight(1)) is FINISHED
+
+
+def test_another_start_of_the_producer_is_not_mistaken_for_it(tmp_path: Path) -> None:
+    with sides(NIXL, tmp_path) as both:
+        handle = both.offer([1])
+        before = both.target.memory.copy()
+        assert both.take(forged(handle, both.place, stamp=bytes(16)), straight(1)) is GONE
+        assert np.array_equal(both.target.memory, before)
         assert both.take(both.offer([1]), straight(1)) is FINISHED
 
 

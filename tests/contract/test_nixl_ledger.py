@@ -82,6 +82,13 @@ def test_a_successor_does_not_inherit_the_consumer() -> None:
     assert (second.consumer, ledger.claimed) == (0, 0)
 
 
+def test_the_stamp_goes_before_the_memory_does() -> None:
+    ledger, other = NixlLedger(), NixlLedger()
+    assert ledger.table[0].tobytes() == ledger.stamp != other.stamp
+    ledger.deface()
+    assert not ledger.table[0].any()
+
+
 def test_bounds_and_bugs() -> None:
     ledger = NixlLedger()
     for index in range(MAX_SESSIONS):

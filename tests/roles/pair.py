@@ -71,10 +71,11 @@ class Pair:
 
     async def idle(self) -> None:
         """Wait until nothing is held anywhere, but by the prefix caches."""
-        async with asyncio.timeout(60):
-            while held := [*self._held()]:
-                await asyncio.sleep(0.01)
-                assert held  # shown when the time is over
+        for _ in range(6000):
+            if not self._held():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"still held: {self._held()}")
 
     def _held(self) -> list[str]:
         held = []
@@ -104,6 +105,19 @@ async def running_pair(models: Models, *, ttl: float = 60.0) -> AsyncIterator[Pa
         roles.append(prefill(models.prefill, uuid.uuid4().hex, moves, check=True))
         roles.append(decode(models.decode, uuid.uuid4().hex, moves, check=True))
         yield Pair(*roles, memory)
+    finally:
+        for role in roles:
+            await role.drain(0)
+        await asyncio.to_thread(moves.close)
+
+
+@asynccontextmanager
+async def running_equals(models: Models) -> AsyncIterator[tuple[Desk, Desk]]:
+    """Two aggregated engines, each of which can do either part."""
+    moves = Moves(Memory(), 60.0)
+    roles = [aggregated(model, uuid.uuid4().hex, moves, check=True) for model in (models.whole, models.prefill)]
+    try:
+        yield roles[0], roles[1]
     finally:
         for role in roles:
             await role.drain(0)

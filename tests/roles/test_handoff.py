@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters import make_adapter
 from tests.drawings import shape_png
-from tests.roles.pair import Models, Pair, ask_apart, begin, load_models, running_pair
+from tests.roles.pair import Models, Pair, ask_apart, begin, load_models, running_equals, running_pair
 from tests.roles.running import Answered, ask, ask_all, options
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.adapter import AdapterInfo
@@ -232,6 +232,7 @@ async def test_a_session_is_for_one(pair: Pair) -> None:
 async def test_an_aborted_session_cannot_be_taken(pair: Pair) -> None:
     begun = await begin(pair.prefill, request(1))
     assert await pair.prefill.abort_session(begun.session.handle.session_id) is AbortOutcome.ABORTED
+    await pair.idle()  # soon: the engine's thread does it
     got = await ask(pair.decode, request(1, session=begun.session, media=()))
     assert isinstance(got.end, Failed)
     assert isinstance(got.end.error, KvSessionNotFound)
@@ -250,6 +251,15 @@ async def test_an_expired_session_is_an_error_and_its_blocks_are_free(models: Mo
         got = await ask(pair.decode, replace(rest, session=late))
         assert isinstance(got.end, Failed)
         assert isinstance(got.end.error, KvSessionNotFound)
+
+
+async def test_engines_that_can_do_either_part(models: Models) -> None:
+    asked = request(2, cache=CacheOptions(bypass_prefix_cache=True), num_sequences=3, sampling=HOT, stopping=LONG)
+    async with running_equals(models) as roles:
+        for first, second in (roles, roles[::-1], (roles[0], roles[0])):  # the last hands over to itself
+            begun = await begin(first, asked)
+            apart = await ask_all(second, replace(asked, session=begun.session, media=()))
+            same(apart, await ask_all(first, asked))
 
 
 async def test_both_without_sessions(pair: Pair) -> None:

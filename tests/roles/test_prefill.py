@@ -369,6 +369,32 @@ async def test_an_abort_by_request_finds_the_session_that_was_handed_over() -> N
         await role.abort("nobody")
 
 
+async def test_a_session_outlives_the_memory_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.roles.live.REMEMBERED_IDS", 0)
+    engine = FakeEngine()
+    role = fake_prefill(engine)
+    await handed_over(role, engine)
+    assert await role.abort("r") is AbortOutcome.ABORTED
+    with pytest.raises(RequestNotFound):
+        await role.abort("r")
+
+
+async def test_an_abort_of_everything_counts_each_request_once() -> None:
+    engine = FakeEngine()
+    role = fake_prefill(engine)
+    await handed_over(role, engine, request(request_id="read"))
+    unread = await role.accept(request(request_id="unread"))
+    running = await role.accept(request(request_id="running"))
+    await turns()
+    engine.prefilled(1)
+    await turns()
+    assert await role.abort_all() == 3
+    assert sessions(role) == (0, 2, 0, 0, 2)
+    assert [end.reason for end in await rest(unread)] == [FinishReason.CANCELLED]
+    await unread.aclose()
+    await running.aclose()
+
+
 async def test_an_abort_before_the_engine_has_it() -> None:
     engine = FakeEngine()
     role = fake_prefill(engine)
@@ -411,6 +437,15 @@ async def test_a_drain_waits_for_sessions_too() -> None:
     engine.tell(session_id, SessionEvent.TAKEN)
     await draining
     assert engine.withdrawn == []
+
+
+async def test_a_drain_does_not_wait_for_an_engine_that_has_failed() -> None:
+    engine = FakeEngine()
+    role = fake_prefill(engine)
+    session_id = (await handed_over(role, engine)).session.handle.session_id
+    engine.failure = Internal("no")
+    await role.drain(3600)
+    assert engine.withdrawn == [session_id]
 
 
 async def test_a_drain_withdraws_what_nobody_took() -> None:

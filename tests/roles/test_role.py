@@ -253,18 +253,6 @@ async def test_an_engine_that_closes_while_a_guide_is_compiled() -> None:
     await draining
 
 
-async def test_a_duplicate_is_noticed_after_compiling() -> None:
-    compiler = Compiler()
-    role = fake_role(FakeEngine(), compiler=compiler)
-    late = asyncio.create_task(role.accept(with_picture(guide=JSON)))
-    await turns()
-    await role.accept(request())
-    compiler.go.set()
-    with pytest.raises(DuplicateRequest):
-        await late
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
-
-
 async def test_without_a_compiler_the_extra_is_named() -> None:
     with pytest.raises(UnsupportedFeature, match=r"guided.json_object: .*pip install 'triptych\[guided\]'"):
         await fake_role(FakeEngine()).accept(request(guide=JSON))

@@ -177,7 +177,7 @@ class Role(Protocol):
         ...
 
     async def abort_session(self, session_id: str) -> AbortOutcome:
-        """Let go of a session that waits for a decode engine; one that is being taken is taken whole.
+        """Let go of a session that waits for a decode engine, soon; one that is being taken is taken whole.
 
         Raises:
             KvSessionNotFound: the id is neither waiting nor remembered as over.

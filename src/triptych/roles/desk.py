@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol
 
-from triptych.core.errors import Draining, UnsupportedFeature
+from triptych.core.errors import Draining, RequestNotFound, UnsupportedFeature
 from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
 from triptych.roles.kv_feed import KvFeed
 from triptych.roles.probe import InferenceProbe
@@ -104,16 +104,19 @@ class Desk:
 
     async def abort(self, request_id: str) -> AbortOutcome:
         """End one request; see ``Role.abort``."""
+        waited = self._leases is not None and self._leases.abort_of(request_id) > 0
         try:
             outcome = self._live.abort(request_id)
-        finally:  # also of one that is not remembered
-            waiting = 0 if self._leases is None else self._leases.abort_of(request_id)
-        return AbortOutcome.ABORTED if waiting else outcome
+        except RequestNotFound:
+            if not waited:
+                raise
+            outcome = AbortOutcome.ABORTED  # it is not remembered, and its session was still there
+        return AbortOutcome.ABORTED if waited else outcome
 
     async def abort_all(self) -> int:
         """End every request; see ``Role.abort_all``."""
-        waiting = 0 if self._leases is None else self._leases.abort_all()
-        return waiting + self._live.abort_all()
+        live = self._live.abort_all()
+        return live if self._leases is None else live + self._leases.abort_all()
 
     async def abort_session(self, session_id: str) -> AbortOutcome:
         """Let go of a session; see ``Role.abort_session``."""
@@ -186,12 +189,12 @@ class Desk:
         try:
             async with asyncio.timeout(grace):
                 await self._live.idle()
-                if self._leases is not None:
+                if self._leases is not None and self._engine.failure is None:
                     await self._leases.idle()
         except TimeoutError:
             self._live.fail_all(Draining("the engine is shutting down"))
-            if self._leases is not None:
-                self._leases.abort_all()
         await self._live.settled()
+        if self._leases is not None:
+            self._leases.abort_all()
         await asyncio.to_thread(self._engine.stop)
         await self._intake.close()

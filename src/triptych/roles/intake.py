@@ -184,9 +184,9 @@ class Intake:
         """
         front = self._front
         adapter = self._check_model(request)
+        self._check_length(len(plan), request.stopping.min_tokens)
         check_plan(plan, front.processor, front.vocab_size)
         check_prompt(request, plan)
-        self._check_length(len(plan), request.stopping.min_tokens)
         self._check_logprobs(request, len(plan), expanded=True)
         grammar = await self._compile(request.guide)
         return Draft(replace(request, media=()), plan.token_ids, adapter, grammar, arrival, plan)

@@ -70,7 +70,9 @@ def check_lease(session: KvSession, unix_nanos: int) -> None:
     """
     late = unix_nanos - session.expires_unix_nanos
     if late >= 0:
-        raise KvSessionNotFound(f"kv.session: it expired {late / 1e9:.1f} s ago; ask for a new prefill")
+        raise KvSessionNotFound(
+            f"kv.session: it expired {late / 1e9:.1f} s ago by the clock of this machine; ask for a new prefill"
+        )
 
 
 def check_first(session: KvSession, request: GenerateRequest, vocab_size: int) -> None:

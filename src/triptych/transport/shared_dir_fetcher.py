@@ -161,7 +161,9 @@ class SharedDirFetcher:
         """Guards what follows; never held over I/O or while anybody is told."""
         self._fetches: list[SharedDirFetch] = []
         self._counts = {**{outcome.value: 0 for outcome in FetchOutcome}, "moved_bytes": 0}
+        self._closed = False
         self._closing = False
+        """The thread comes to an end, or has broken down."""
         self._thread = threading.Thread(target=self._run, name="kv-shared-dir-fetcher", daemon=True)
         self._thread.start()
 
@@ -199,9 +201,9 @@ class SharedDirFetcher:
     def close(self) -> None:
         """Cancel everything and end the thread."""
         with self._lock:
-            if self._closing:
+            if self._closed:
                 return
-            self._closing = True
+            self._closed = self._closing = True
             fetches = list(self._fetches)
         for fetch in fetches:
             fetch.cancel()

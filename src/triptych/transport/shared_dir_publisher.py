@@ -131,7 +131,9 @@ class SharedDirPublisher:
         """Who has something to do."""
         self._counts = {"opened": 0, "taken": 0, "failed": 0, "written_bytes": 0}
         self._bytes = 0
+        self._closed = False
         self._closing = False
+        """The writer comes to an end, or has broken down."""
         self._writer = threading.Thread(target=self._write, name="kv-shared-dir-writer", daemon=True)
         self._writer.start()
 
@@ -142,7 +144,7 @@ class SharedDirPublisher:
             Overloaded: at a limit, or the file cannot be had.
         """
         with self._lock:
-            if self._closing:
+            if self._closed or self._closing:
                 raise Draining("the KV transport is closed")
             if session_id in self._sessions:
                 raise IntegrityError(f"KV session {session_id} is open already")
@@ -212,8 +214,9 @@ class SharedDirPublisher:
     def close(self) -> None:
         """Withdraw everything and end the writer. Who has taken a session already keeps its file."""
         with self._lock:
-            if self._closing:
+            if self._closed:
                 return
+            self._closed = True
             sessions = list(self._sessions)
         for session_id in sessions:
             self.withdraw(session_id)
@@ -233,12 +236,12 @@ class SharedDirPublisher:
         return session
 
     def _fail(self, session: _Session, reason: str) -> None:
-        """Under the lock."""
-        session.reason = reason
-        session.pending.clear()
-        self._release(session)
-        self._counts["failed"] += 1
-        log.warning("KV session %s: %s", session.session_id, reason)
+        """Under the lock. What has failed already stays as it is."""
+        if not session.reason:
+            session.reason = reason
+            session.pending.clear()
+            self._release(session)
+            self._counts["failed"] += 1
 
     def _release(self, session: _Session) -> None:
         """Under the lock."""
@@ -356,6 +359,8 @@ class SharedDirPublisher:
             self._tell(session.session_id, SessionEvent.FREE)
 
     def _forget(self, session: _Session) -> None:
+        if session.reason:
+            log.warning("KV session %s failed: %s", session.session_id, session.reason)
         self._watched.pop(session.session_id, None)
         with self._lock:
             del self._sessions[session.session_id]

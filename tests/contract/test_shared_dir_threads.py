@@ -1,0 +1,339 @@
+"""What is special to ``shared-dir``: threads that are slow, stand still or fail, and limits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.contract.kv_transports import (
+    LARGE,
+    PATIENCE,
+    SMALL,
+    Fetching,
+    Told,
+    make_pool,
+    sides,
+    straight,
+    wait_until,
+)
+from tests.contract.shared_dir_files import ROW, Gate, ready_file
+from triptych.core.errors import Draining, Overloaded
+from triptych.transport import kv_file
+from triptych.transport.contract import FetchOutcome, Move, SessionEvent
+from triptych.transport.shared_dir import SharedDirectory
+from triptych.transport.shared_dir_fetcher import SharedDirFetcher
+from triptych.transport.shared_dir_publisher import SharedDirLimits, SharedDirPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from triptych.transport.contract import FetchResult
+
+FINISHED, GONE, FAILED, CANCELLED = (
+    FetchOutcome.FINISHED,
+    FetchOutcome.GONE,
+    FetchOutcome.FAILED,
+    FetchOutcome.CANCELLED,
+)
+
+
+@pytest.fixture
+def slow_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(os.pwritev)
+    monkeypatch.setattr(kv_file.os, "pwritev", gate)
+    yield gate
+    gate.opened.set()
+
+
+# a slow writer
+
+
+def test_a_consumer_waits_for_the_last_bytes(tmp_path: Path, slow_writer: Gate) -> None:
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1, 2])
+        fetching = both.fetch(handle, straight(2))
+        assert slow_writer.reached.wait(PATIENCE)
+        impatient = both.fetch(handle, [Move(0, 5)], seconds=0.01)
+        assert impatient.wait() is FAILED
+        assert not fetching.ended
+        assert not both.told.has(handle.session_id, SessionEvent.FREE)
+        slow_writer.opened.set()
+        assert fetching.wait() is FINISHED
+        assert np.array_equal(both.target.memory[:2], both.source.memory[1:3])
+
+
+def test_withdrawn_under_the_writers_hands(tmp_path: Path, slow_writer: Gate) -> None:
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1, 2])
+        fetching = both.fetch(handle, straight(2))
+        assert slow_writer.reached.wait(PATIENCE)
+        both.publisher.withdraw(handle.session_id)
+        assert fetching.wait() is GONE  # at once, although the writer still stands in its write
+        assert not both.told.has(handle.session_id, SessionEvent.FREE)
+        slow_writer.opened.set()
+        both.told.wait(handle.session_id, SessionEvent.FREE)
+        wait_until(both.settled, "something is still held")
+
+
+def test_the_engine_waits_for_nothing(tmp_path: Path, slow_writer: Gate) -> None:
+    with sides(ROW, tmp_path) as both:
+        handles = [both.offer([index]) for index in range(8)]
+        assert slow_writer.reached.wait(PATIENCE)
+        for handle in handles[:4]:
+            both.publisher.withdraw(handle.session_id)
+        fetches = [both.fetch(handle, [Move(0, index)]) for index, handle in enumerate(handles)]
+        assert both.publisher.statistics()["sessions"] == 8
+        for fetching in fetches[4:]:
+            fetching.cancel()
+            assert fetching.wait() is CANCELLED
+        slow_writer.opened.set()
+        assert {each.wait() for each in fetches[:4]} == {GONE}
+
+
+def test_withdrawn_while_the_writer_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1, 2])
+        ready_file(both, handle)
+        gate = Gate(os.pwritev)
+        monkeypatch.setattr(kv_file.os, "pwritev", gate)
+        both.offer([3])
+        assert gate.reached.wait(PATIENCE)
+        both.publisher.withdraw(handle.session_id)
+        assert both.take(handle, straight(2)) is GONE
+        gate.opened.set()
+
+
+def test_closing_does_not_wait_for_the_producer(tmp_path: Path, slow_writer: Gate) -> None:
+    with sides(ROW, tmp_path) as both:
+        fetching = both.fetch(both.offer([1]), straight(1))
+        assert slow_writer.reached.wait(PATIENCE)
+        both.fetcher.close()
+        assert fetching.wait() is CANCELLED
+        slow_writer.opened.set()
+
+
+def test_few_calls_move_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"pwritev": 0, "preadv": 0}
+
+    def counted(name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def count(*arguments: Any) -> int:
+            calls[name] += 1
+            return call(*arguments)
+
+        return count
+
+    for name in calls:
+        monkeypatch.setattr(kv_file.os, name, counted(name, getattr(os, name)))
+    with sides(ROW, tmp_path, blocks=256) as both:
+        blocks = np.random.default_rng(1).permutation(256).tolist()
+        moves = [Move(block, block) for block in blocks]
+        assert both.take(both.offer(blocks), moves) is FINISHED
+    assert calls == {"pwritev": 2, "preadv": 2}  # all blocks, and what they must be
+
+
+def test_a_short_session_does_not_wait_for_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    gate = Gate(os.pwritev)
+
+    def pwritev(descriptor: int, *rest: Any) -> int:
+        written.append(descriptor)
+        return gate(descriptor, *rest)
+
+    monkeypatch.setattr(kv_file.os, "pwritev", pwritev)
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        long, short = both.offer(range(64)), both.offer([1])
+        assert gate.reached.wait(PATIENCE)
+        gate.opened.set()
+        assert both.take(short, straight(1)) is FINISHED
+        assert both.take(long, straight(64)) is FINISHED
+        assert len(set(written)) == 2
+        last = {descriptor: index for index, descriptor in enumerate(written)}
+        assert last[written[0]] == len(written) - 1
+
+
+# a consumer in the middle of it
+
+
+def test_cancelled_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        path = ready_file(both, handle)
+        gate = Gate(os.preadv)
+        monkeypatch.setattr(kv_file.os, "preadv", gate)
+        fetching = both.fetch(handle, straight(64), marks=True)
+        assert gate.reached.wait(PATIENCE)
+        fetching.cancel()
+        assert not fetching.ended  # something may still write into the targets
+        gate.opened.set()
+        assert fetching.wait() is CANCELLED
+        fetching.check_marks()
+        both.publisher.withdraw(handle.session_id)
+        wait_until(both.settled, "something is still held")
+        assert not path.exists()
+        assert not both.told.has(handle.session_id, SessionEvent.TAKEN)
+
+
+def test_withdrawn_after_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        ready_file(both, handle)
+        gates = [Gate(os.preadv), Gate(os.preadv)]
+        gates[0].opened.set()  # the end of the file, before the claim
+        calls = iter(gates)
+        monkeypatch.setattr(kv_file.os, "preadv", lambda *rest: next(calls, gates[1])(*rest))
+        fetching = both.fetch(handle, straight(64))
+        assert gates[1].reached.wait(PATIENCE)
+        both.publisher.withdraw(handle.session_id)
+        assert both.publisher.statistics()["sessions"] == 1
+        gates[1].opened.set()
+        assert fetching.wait() is FINISHED
+        both.told.wait(handle.session_id, SessionEvent.TAKEN)
+        wait_until(both.settled, "something is still held")
+
+
+# a writer that fails
+
+
+def test_a_full_directory_fails_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 3 * SMALL.block_bytes
+    write, full = os.pwritev, threading.Event()
+    full.set()
+
+    def pwritev(descriptor: int, views: list[Any], offset: int) -> int:
+        if not full.is_set():
+            return write(descriptor, views, offset)
+        if offset >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = b"".join(bytes(view) for view in views)
+        return write(descriptor, [data[: room - offset]], offset)
+
+    monkeypatch.setattr(kv_file.os, "pwritev", pwritev)
+    with sides(ROW, tmp_path) as both:
+        fits = both.offer([0])
+        assert both.take(fits, straight(1)) is FINISHED
+        handle = both.offer(range(8))
+        both.told.wait(handle.session_id, SessionEvent.FREE)
+        assert both.take(handle, straight(8)) is GONE
+        # and one that fails before it is sealed keeps its blocks until then
+        session_id = both.open()
+        both.publisher.publish(session_id, range(8))
+        wait_until(lambda: both.publisher.statistics()["failed"] == 2, "the write never failed")
+        assert not both.told.has(session_id, SessionEvent.FREE)
+        both.publisher.publish(session_id, [1])
+        assert both.take(both.publisher.seal(session_id), straight(8)) is GONE
+        both.told.wait(session_id, SessionEvent.FREE)
+        wait_until(both.settled, "something is still held")
+        full.clear()
+        assert both.take(both.offer(range(8)), straight(8)) is FINISHED
+
+
+def test_no_file_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(self: SharedDirectory, name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name)
+
+    with sides(ROW, tmp_path) as both:
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedDirectory, "create", create)
+            with pytest.raises(Overloaded, match="Too many open files"):
+                both.publisher.open("unlucky")
+        assert both.settled()
+        assert both.take(both.offer([1]), straight(1)) is FINISHED
+
+
+def test_transfers_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def piecewise(call: Callable[..., int]) -> Callable[..., int]:
+        def some(descriptor: int, views: list[Any], offset: int) -> int:
+            return call(descriptor, [memoryview(views[0]).cast("B")[:700]], offset)
+
+        return some
+
+    monkeypatch.setattr(kv_file.os, "pwritev", piecewise(os.pwritev))
+    monkeypatch.setattr(kv_file.os, "preadv", piecewise(os.preadv))
+    with sides(ROW, tmp_path) as both:
+        assert both.take(both.offer([5, 6, 7, 1]), [Move(0, 3), Move(1, 4), Move(3, 0)]) is FINISHED
+        assert np.array_equal(both.target.memory[[3, 4, 0]], both.source.memory[[5, 6, 1]])
+
+
+def test_a_broken_writer_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    heard: list[tuple[str, SessionEvent]] = []
+
+    def tell(session_id: str, event: SessionEvent) -> None:
+        heard.append((session_id, event))
+        if session_id == "first":
+            raise RuntimeError("a bug of the engine's")
+
+    publisher = SharedDirPublisher(make_pool(SMALL, 4, 1), "p", tell, tmp_path / "kv", SharedDirLimits())
+    publisher.open("second")
+    publisher.open("first")
+    publisher.publish("first", [1])
+    publisher.seal("first")
+    wait_until(lambda: ("second", SessionEvent.FREE) in heard, "a session was forgotten")
+    publisher.withdraw("second")
+    with pytest.raises(Draining):
+        publisher.open("third")
+    publisher.close()
+    assert heard == [("first", SessionEvent.FREE), ("second", SessionEvent.FREE)]
+    assert not publisher.statistics()["sessions"]
+    assert len(broken) == 1
+    SharedDirectory(tmp_path / "kv", "a" * 32, 1).close()  # as anybody does who comes later
+    assert not list((tmp_path / "kv").iterdir())
+
+
+def test_a_broken_fetcher_ends_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_writer: Gate) -> None:
+    broken: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+
+    def raising(result: FetchResult) -> None:
+        raise RuntimeError("a bug of the engine's")
+
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1])
+        waiting = both.fetch(handle, straight(1))
+        both.fetcher.fetch(handle, [], 0, raising)
+        assert waiting.wait() is FAILED
+        assert both.take(handle, []) is CANCELLED
+        slow_writer.opened.set()
+    assert len(broken) == 1
+
+
+# limits
+
+
+def test_so_many_sessions_and_bytes(tmp_path: Path) -> None:
+    told = Told()
+    limits = SharedDirLimits(max_sessions=3, max_bytes=4 * SMALL.block_bytes)
+    publisher = SharedDirPublisher(make_pool(SMALL, 16, 1), "p", told, tmp_path / "kv", limits)
+    for name in ("a", "b", "c"):
+        publisher.open(name)
+    with pytest.raises(Overloaded, match="3 KV sessions of 0 bytes"):
+        publisher.open("d")
+    publisher.publish("a", [0, 1, 2])
+    publisher.publish("b", [3, 4])  # beyond the limit: this one fails, and what it holds counts no more
+    publisher.publish("c", [5])
+    assert publisher.statistics()["bytes"] == 4 * SMALL.block_bytes
+    assert publisher.statistics()["failed"] == 1
+    handles = {name: publisher.seal(name) for name in ("a", "b", "c")}
+    told.wait("b", SessionEvent.FREE)
+    wait_until(lambda: publisher.statistics()["sessions"] == 2, "the failed session stays")
+    with pytest.raises(Overloaded, match="2 KV sessions of 4096 bytes"):
+        publisher.open("d")
+    pool = make_pool(SMALL, 16, 2)
+    fetcher = SharedDirFetcher(pool, "c", tmp_path / "kv", 60)
+    for name, expected in (("a", FINISHED), ("b", GONE), ("c", FINISHED)):
+        fetching = Fetching(fetcher, pool)
+        fetching.start(handles[name], [])
+        assert fetching.wait() is expected
+    told.wait("a", SessionEvent.TAKEN)
+    publisher.open("d")
+    publisher.close()
+    fetcher.close()
+    assert not told.wrong
+    assert not list((tmp_path / "kv").iterdir())
