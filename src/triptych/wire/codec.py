@@ -53,6 +53,7 @@ def decode_request(
         Unauthenticated: the session is not signed with this engine's secret.
     """
     _refuse_unsupported(message)
+    handoff = _decode_handoff(message)
     kind = message.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("the input is absent: set prompt or token_ids")
@@ -62,7 +63,7 @@ def decode_request(
         prompt=message.prompt if kind == "prompt" else tuple(message.token_ids.ids),
         media=_decode_media(message),
         sampling=_decode_sampling(message.sampling),
-        stopping=_decode_stopping(message.stopping),
+        stopping=_decode_stopping(message.stopping, handoff=handoff),
         cache=CacheOptions(bypass_prefix_cache=message.kv.bypass_prefix_cache, salt=message.kv.cache_salt),
         detokenize=_decode_detokenize(message),
         num_sequences=_decode_num_sequences(message.sampling),
@@ -71,7 +72,7 @@ def decode_request(
         lora_name=message.lora_name,
         priority=priority,
         session=_decode_session(message, sessions),
-        handoff=_decode_handoff(message),
+        handoff=handoff,
     )
 
 
@@ -103,7 +104,7 @@ def _decode_num_sequences(message: pb.SamplingParams) -> int:
     return message.num_sequences
 
 
-def _decode_stopping(message: pb.StoppingOptions) -> Stopping:
+def _decode_stopping(message: pb.StoppingOptions, *, handoff: bool) -> Stopping:
     if len(message.conditions) > MAX_STOP_CONDITIONS:
         raise InvalidRequest(f"{len(message.conditions)} stop conditions; at most {MAX_STOP_CONDITIONS}")
     strings: list[str] = []
@@ -117,6 +118,9 @@ def _decode_stopping(message: pb.StoppingOptions) -> Stopping:
             case _:
                 raise InvalidRequest(f"stopping.conditions[{index}] has neither stop_text nor stop_token_id")
     present = _present(message, _STOPPING_FIELDS)
+    if handoff and present.get("max_tokens", 0) < present.get("min_tokens", 0):
+        # One token is what a framework wants of this leg; min_tokens is meant for the whole answer.
+        present.pop("max_tokens", None)
     return Stopping(stop_strings=tuple(strings), stop_token_ids=tuple(token_ids), **present)
 
 
