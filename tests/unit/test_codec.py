@@ -360,7 +360,7 @@ def test_a_request_that_the_wire_cannot_carry_is_refused_by_its_sender(request_:
 
 
 def test_one_token_of_a_prefill_leg_is_no_contradiction_of_min_tokens() -> None:
-    message = pb.GenerateRequest(request_id="r", model="m", prompt="p")
+    message = plain()
     message.stopping.max_tokens, message.stopping.min_tokens = 1, 5
     with pytest.raises(InvalidRequest, match="min_tokens 5 is more than max_tokens 1"):
         decode_request(message)
