@@ -127,6 +127,7 @@ def test_a_bad_picture_is_named_by_its_place(served: Served) -> None:
     assert colour_of(served.url, "blue").json()["choices"][0]["message"]["content"] == "blue"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_engine_that_dies_ends_serve(tmp_path: Path, index: int) -> None:
     with serving("demo", "--topology", "p+d", "--kv-directory", str(tmp_path / "kv")) as running:
@@ -137,6 +138,7 @@ def test_an_engine_that_dies_ends_serve(tmp_path: Path, index: int) -> None:
         assert not [child for child in children if alive(child)]
 
 
+@pytest.mark.slow
 def test_two_of_each_and_a_clean_end(tmp_path: Path) -> None:
     kv = tmp_path / "kv"
     with serving("demo", "--topology", "2p+2d", "--kv-directory", str(kv)) as running:
