@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.engine.fakes import FakeTower, HashModel
 from triptych.core.config import SchedulerConfig
-from triptych.core.events import Failed, Finished, Prompt, Tokens
+from triptych.core.events import Admitted, Failed, Finished, Prefilled, Prompt, Tokens
 from triptych.core.step import TokenSlice
 from triptych.engine.kv_pool import allocate
 from triptych.engine.runner import Runner
@@ -17,6 +17,7 @@ from triptych.models.contract import Model
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from triptych.core.events import EngineEvent
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.request import Request
     from triptych.core.step import StepPlan, StepResult
@@ -46,7 +47,8 @@ class Bench:
         self.scheduler = Scheduler(self.config, spec.row_width * spec.dtype.itemsize)
         self.tokens: dict[str, list[int]] = {}
         self.prompts: dict[str, Prompt] = {}
-        self.ends: dict[str, Finished | Failed] = {}
+        self.ends: dict[str, Finished | Prefilled | Failed] = {}
+        self.admitted: list[str] = []
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         """Those of the sampled tokens, as the runner gave them."""
         self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -62,15 +64,20 @@ class Bench:
             self.logprobs.setdefault(request_id, []).append(logprob)
         for request_id, logprobs in result.prompt_logprobs.items():
             self.prompt_logprobs.setdefault(request_id, []).extend(logprobs)
-        for event in self.scheduler.apply(result, 0.0):
+        self.hear(self.scheduler.apply(result, 0.0))
+        self.scheduler.check_integrity()
+        return result
+
+    def hear(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
             if isinstance(event, Tokens):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
             elif isinstance(event, Prompt):
                 self.prompts[event.request_id] = event
+            elif isinstance(event, Admitted):
+                self.admitted.append(event.request_id)
             else:
                 self.ends[event.request_id] = event
-        self.scheduler.check_integrity()
-        return result
 
     def run(self, requests: Iterable[Request] = ()) -> dict[str, list[int]]:
         """Add the requests and step until nothing is live; the tokens of all so far."""

@@ -13,6 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from tests.checkpoints import token_ids
 from tests.engine.setup import Bench
+from triptych.core.events import Failed
 from triptych.core.media import Picture
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
 from triptych.engine.sampler import Chooser
@@ -132,3 +133,20 @@ def test_the_repetition_penalty_is_that_of_transformers(requests: list[Request])
     reference = RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone())
     chooser.adjust(logits[0], history.shape[1])
     torch.testing.assert_close(logits, reference)
+
+
+def test_broken_numbers_of_one_request_do_not_reach_those_it_is_computed_with(
+    model: Model, requests: list[Request], expected: dict[str, list[int]]
+) -> None:
+    some = bench(model, max_batched_tokens=512)
+    for each in requests[:6]:
+        some.scheduler.add([each])
+    while len(some.tokens) < 6:
+        some.step()
+    # "r0" came first and has block 0; the tables of the others differ in length and stand beside each other
+    assert 0 in some.runner._builder.blocks("r0")
+    some.kv.storage[some.runner._builder.blocks("r0")] = float("nan")
+    some.run()
+    assert isinstance(some.ends["r0"], Failed)
+    for each in requests[1:6]:
+        assert some.tokens[each.request_id] == expected[each.request_id]

@@ -146,8 +146,8 @@ class Scheduler:
     def abort(self, request_id: str, now: float) -> tuple[EngineEvent, ...]:
         """End a request; an id that is not live is no error.
 
-        Returns the terminal event, or nothing while the request is part of the step in flight: ``apply`` then
-        frees it and returns the event.
+        Returns the terminal event, behind what is left of the last plan's; or nothing while the request is part of the
+        step in flight: ``apply`` then frees it and returns the event.
         """
         sequence = self._roster.find(request_id)
         if sequence is None:
@@ -156,7 +156,7 @@ class Scheduler:
         if sequence.in_flight:
             sequence.aborted = True
             return ()
-        return (self._outcomes.cancel(sequence, now),)
+        return (*self.take_events(), self._outcomes.cancel(sequence, now))
 
     def withdraw(self, session_id: str) -> None:
         """Nobody shall take this session any more, whoever holds it. Its request, if it is live, is not ended."""
@@ -174,7 +174,7 @@ class Scheduler:
             IntegrityError: it is not under way.
         """
         resumption = self._roster.resumptions.heard(number)
-        events: list[EngineEvent] = []
+        events = list(self.take_events())
         for sequence in tuple(resumption.members):
             resume = sequence.request.resume
             if error is not None or resume is None:
@@ -237,7 +237,7 @@ class Scheduler:
         return plan
 
     def take_events(self) -> tuple[EngineEvent, ...]:
-        """What the last plan decided, for whoever will not wait until it is computed; else ``apply`` returns it."""
+        """What the last plan decided, for whoever will not wait until it is computed; else it comes with the next."""
         events = tuple(self._events)
         self._events.clear()
         return events
