@@ -514,3 +514,13 @@ def test_any_attributes_have_an_outcome(changes: dict[str, str]) -> None:
         return
     value = OPEN.decode(message)
     assert plain(OPEN.decode(OPEN.encode(value))) == plain(value)
+
+
+def test_a_sealed_session_is_the_same_in_whatever_order_its_attributes_came() -> None:
+    names = [f"name-{number}" for number in range(20)]
+    forwards, backwards = (kv_pb2.KvSessionRef(session_id="s") for _ in range(2))
+    for name in names:
+        forwards.attributes_struct.update({name: "value"})
+    for name in reversed(names):
+        backwards.attributes_struct.update({name: "value"})
+    assert seal(forwards) == seal(backwards)

@@ -134,7 +134,7 @@ class SessionCodec:
 
 def seal(message: pb.KvSessionRef) -> SealedSession:
     """A session that is only handed on."""
-    return SealedSession(message.session_id, message.SerializeToString())
+    return SealedSession(message.session_id, message.SerializeToString(deterministic=True))
 
 
 def unseal(session: SealedSession, message: pb.KvSessionRef) -> None:
