@@ -92,7 +92,7 @@ def line(what: str, times: list[float]) -> str:
 
 async def measure(requests: int) -> None:
     """Start, look, queue, look, end."""
-    engine = await EngineProcess.start(["demo", "--max-waiting-requests", str(2 * requests)])
+    engine = await EngineProcess.start("aggregated", ["demo", "--max-waiting-requests", str(2 * requests)])
     try:
         await engine.wait_ready(lambda done, total: None)
         options = [("grpc.max_concurrent_streams", 4 * requests)]
