@@ -30,9 +30,9 @@ from triptych.core.logprobs import (
 )
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
-from triptych.core.session import KvSession, SealedSession
+from triptych.core.session import KvSession
 from triptych.wire.codec import MAX_MEDIA_ITEMS, decode_request, encode_request
-from triptych.wire.codec_session import SessionCodec
+from triptych.wire.codec_session import SessionCodec, seal
 from triptych.wire.gen import encoder_pb2, generation_pb2
 from triptych.wire.session_signature import SessionSigner
 
@@ -324,7 +324,7 @@ def test_a_session_is_read_where_there_is_a_codec_and_carried_where_there_is_non
     assert comparable(read.session) == comparable(session())
     assert not read.handoff
     carried = decode_request(message)
-    assert carried.session == SealedSession("prefill-1/17", message.kv.session.SerializeToString())
+    assert carried.session == seal(message.kv.session)
     sent = encode_request(carried)
     assert sent.kv.session == message.kv.session
     with pytest.raises(Internal, match="carries it sealed"):
