@@ -317,18 +317,20 @@ def test_a_load_that_breaks_leaves_only_numbers_behind(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
-@pytest.mark.parametrize("aborted", [False, True])
-def test_numbers_that_are_not_finite_harm_only_who_asked_for_them(tokens: int, aborted: bool) -> None:
+@pytest.mark.parametrize("aborted", ["never", "while it loads", "before its first step"])
+def test_numbers_that_are_not_finite_harm_only_who_asked_for_them(tokens: int, aborted: str) -> None:
     pair = Pair(num_blocks=8)
     made = dataclasses.replace(mixed("a", 1, pictures=0), stopping=Stopping(max_tokens=tokens, ignore_eos=True))
     resumed = pair.compute([made])
     pair.prefill.kv.storage[:] = float("nan")
     pair.decode.scheduler.add(resumed)
     pair.decode.step()
-    if aborted:
+    if aborted == "before its first step":
+        pair.decode.hear(pair.decode.scheduler.loaded(*pair.decode.loaded.pop(), 0.0))
+    if aborted != "never":
         pair.decode.scheduler.abort("a", 0.0)
     pair.settle()
-    if not aborted:
+    if aborted == "never":
         assert "not finite" in str(pair.decode.ends["a"].error)
     assert torch.isfinite(pair.decode.kv.storage).all()
     again = dataclasses.replace(made, request_id="again")
@@ -348,10 +350,11 @@ def test_a_transport_that_takes_no_more_fails_the_prompt_that_it_was_to_take() -
     pair.nothing_is_held()
 
 
+@pytest.mark.parametrize("chunk", [32, 512])
 def test_a_transport_that_breaks_fails_the_prompt_and_is_told_to_forget_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    chunk: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(p_max_batched_tokens=32)
+    pair = Pair(p_max_batched_tokens=chunk)
 
     def broken(session_id: str) -> None:
         raise OSError("no space left")

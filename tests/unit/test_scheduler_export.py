@@ -142,6 +142,19 @@ def test_who_waits_for_leased_blocks_can_be_aborted() -> None:
     side.run()
 
 
+def test_whoever_leaves_wakes_those_behind() -> None:
+    side = prefill(num_blocks=6)
+    side.scheduler.add(one("a", 15))
+    side.run()
+    side.add(text("large", 12, first=11), text("small", 2, tokens=2, first=12))
+    side.step()
+    assert not side.scheduler.busy
+    side.heard.take(side.scheduler.abort("large", 0.0))
+    assert side.scheduler.busy
+    side.run()
+    assert side.heard.finish("small")
+
+
 @pytest.mark.parametrize("cached", range(0, 25, BLOCK))
 def test_blocks_that_were_found_are_stored_too(cached: int) -> None:
     pair = Pair(prefill={"max_batched_tokens": 5})

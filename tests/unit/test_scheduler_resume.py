@@ -55,6 +55,8 @@ def test_all_blocks_are_reserved_at_once_and_nothing_is_computed_until_they_have
     assert pair.decode.runner.plans[-1].tokens[0].start == 16
     statistics = pair.decode.scheduler.statistics()
     assert (statistics.imported_sessions, statistics.imported_blocks, statistics.loads) == (1, 4, 0)
+    pair.decode.run()
+    assert not any(plan.scrubs for plan in pair.decode.runner.plans)  # a step has read the blocks
 
 
 def test_others_go_on_while_one_waits_for_its_blocks() -> None:
@@ -237,6 +239,28 @@ def test_without_enough_blocks_it_is_refused_and_not_queued() -> None:
     pair.nothing_is_held()
 
 
+def test_blocks_that_are_found_are_no_longer_there_for_others() -> None:
+    # five blocks can be had, and three of them are what is found
+    pair = Pair(num_blocks=8)
+    pair.decode.add(text("before", 12, tokens=1))
+    pair.decode.run()
+    pair.decode.add(text("other", 12, tokens=9, first=12))
+    pair.decode.step()
+    pair.decode.scheduler.add(pair.compute(text("a", 21)))
+    pair.decode.step()
+    refused(pair, "a")
+
+
+def test_one_that_needs_no_blocks_is_admitted_to_a_pool_that_is_full() -> None:
+    pair = Pair(num_blocks=4)
+    pair.decode.add(text("other", 13, tokens=3, first=12))
+    pair.decode.step()
+    assert pair.decode.scheduler.load().used_blocks == 4
+    pair.decode.scheduler.add(pair.compute(text("a", 9, tokens=1)))
+    pair.decode.step()
+    assert pair.decode.heard.admitted == ["a"]
+
+
 def test_without_enough_places_it_is_refused() -> None:
     pair = Pair(max_running_requests=2)
     pair.decode.add(text("other", 5, tokens=9, first=12))
@@ -303,6 +327,21 @@ def test_two_that_arrive_together_are_decided_by_urgency() -> None:
     pair.decode.step()
     assert pair.decode.heard.admitted == ["high"]
     refused(pair, "low")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_what_a_plan_decides_comes_before_what_happens_while_it_is_computed(loaded: bool) -> None:
+    pair = Pair()
+    pair.decode.scheduler.add(pair.compute(text("a", 9)))
+    plan = pair.decode.scheduler.plan(0.0)
+    result = pair.decode.runner.run(plan)
+    if loaded:
+        pair.decode.end_loads()
+    else:
+        pair.decode.heard.take(pair.decode.scheduler.abort("a", 0.0))
+    pair.decode.heard.take(pair.decode.scheduler.apply(result, 0.0))
+    assert pair.decode.heard.admitted == ["a"]
+    assert ("a" in pair.decode.heard.ends) is not loaded
 
 
 def test_what_a_plan_decides_can_be_taken_before_it_is_computed() -> None:
@@ -448,6 +487,24 @@ def test_one_without_pictures_is_computed_again_after_a_preemption() -> None:
     assert usage.cached_prompt_tokens == 0
     pair.settle()
     pair.nothing_is_held()
+
+
+def test_one_that_gives_way_before_its_first_step_keeps_what_the_other_engine_reused() -> None:
+    pair = Pair(num_blocks=7)
+    old, young = text("old", 8, tokens=12), text("young", 8, tokens=12, first=12)
+    pair.prefill.add(request("before", young.plan.token_ids.tolist()[:5], stopping=Stopping(max_tokens=1), eos=()))
+    pair.prefill.run()
+    pair.decode.add(old)
+    pair.decode.step()
+    pair.decode.scheduler.add(pair.compute(young))
+    while len(pair.decode.heard.tokens["old"]) < 9:
+        pair.decode.step()
+    pair.decode.end_loads()
+    assert set(pair.decode.lengths()) == {"old"}  # which takes the last block there is, and one of the other's
+    assert pair.decode.scheduler.statistics().preemptions == 1
+    pair.decode.run()
+    assert pair.decode.heard.tokens["young"] == pair.decode.alone(young)
+    assert pair.decode.heard.finish("young").usage.cached_prompt_tokens == 4
 
 
 @pytest.mark.parametrize("order", [("picture", "text"), ("oldest", "text", "picture")], ids=" ".join)

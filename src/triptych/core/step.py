@@ -71,7 +71,7 @@ class Store:
     request_id: str
     session_id: str
     blocks: tuple[int, ...]
-    """In prompt order; with ``seals`` the last one may be partly filled."""
+    """In prompt order, at least one; with ``seals`` the last one may be partly filled."""
     opens: bool
     """Whether it is the session's first."""
     seals: bool

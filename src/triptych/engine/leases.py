@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import Internal
+from triptych.core.errors import IntegrityError, Internal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from triptych.engine.blocks import BlockPool
 
@@ -104,3 +104,19 @@ class Leases:
         """Every block of every lease."""
         for lease in self._by_id.values():
             yield from lease.blocks
+
+    def check_integrity(self, computing: Iterable[Lease]) -> None:
+        """Compare the ledger with itself and with the leases of the requests that are live.
+
+        Raises:
+            IntegrityError: naming the contradiction.
+        """
+        leases = self._by_id.values()
+        if {id(lease) for lease in leases if not lease.ended} != {id(lease) for lease in computing}:
+            raise IntegrityError("a request computes for a session that is not known, or nobody does for one that is")
+        if any(lease.blocks and not lease.open for lease in leases):
+            raise IntegrityError("a session holds blocks but was not opened")
+        if self.sessions != sum(lease.open for lease in leases):
+            raise IntegrityError("open sessions are miscounted")
+        if self.blocks != sum(len(lease.blocks) for lease in leases):
+            raise IntegrityError("leased blocks are miscounted")

@@ -9,7 +9,6 @@ from triptych.core.events import Failed, Finished, FinishReason, Prefilled, Toke
 from triptych.core.session import FirstToken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from collections.abc import Sequence as Items
 
     from triptych.core.errors import TriptychError
@@ -47,29 +46,38 @@ class Outcomes:
                 member.counted = True
 
     def sampled(
-        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, handle: KvHandle | None, now: float
-    ) -> Iterable[EngineEvent]:
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        handle: KvHandle | None,
+        now: float,
+        events: list[EngineEvent],
+    ) -> None:
         """A token was computed; ``handle`` is that of the session which was sealed with it."""
         self.counts["generated_tokens"] += 1
         if sequence.prompt_logprobs is not None:
-            yield sequence.take_prompt()
+            events.append(sequence.take_prompt())
         if sequence.request.export is None:
-            yield from self.token(sequence, token, logprob, now)
+            self.token(sequence, token, logprob, now, events)
         else:
-            yield self._hand_over(sequence, token, logprob, handle, now)
+            events.append(self._hand_over(sequence, token, logprob, handle, now))
 
-    def token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Iterable[EngineEvent]:
+    def token(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float, events: list[EngineEvent]
+    ) -> None:
         """The answer has one more token, wherever it was computed, and may end with it."""
         if sequence.first_token is None:
             sequence.first_token = now
         ending = sequence.append(token)
         if ending is None or ending.stop is None or sequence.shows(ending.stop):
             logprobs = (logprob,) if logprob is not None and sequence.request.logprobs.output else ()
-            yield Tokens(sequence.request_id, (token,), "", logprobs)
+            events.append(Tokens(sequence.request_id, (token,), "", logprobs))
         if ending is not None:
             self._roster.retire(sequence)
             self.counts["finished"] += 1
-            yield Finished(sequence.request_id, ending.reason, sequence.usage(), ending.stop, sequence.spans(now))
+            usage, spans = sequence.usage(), sequence.spans(now)
+            events.append(Finished(sequence.request_id, ending.reason, usage, ending.stop, spans))
 
     def _hand_over(
         self, sequence: Sequence, token: int, logprob: TokenLogprob | None, handle: KvHandle | None, now: float

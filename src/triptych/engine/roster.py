@@ -285,6 +285,8 @@ class Roster:
         self.pool.check_integrity(references)
         self.cache.check_integrity(holders)
         self.resumptions.check_integrity()
+        live = (*self.waiting, *self.running)
+        self.leases.check_integrity(sequence.lease for sequence in live if sequence.lease is not None)
         idle = (*self.waiting, *self.attached.values(), *self.resumptions.by_id.values())
         if any(sequence.blocks or sequence.held or sequence.computed or sequence.running for sequence in idle):
             raise IntegrityError("a request that does not run holds blocks or rows")

@@ -16,7 +16,8 @@ their first tokens; the lease outlives them. A prompt that another engine comput
 reserved for all of it, and its outputs begin with the tokens that they were given.
 
 All blocks of the known tokens are taken at admission, so only a growing answer can run out of them. The step
-in which an item is encoded is also one that computes tokens of it, so there are no steps without tokens.
+in which an item is encoded is also one that computes tokens of it. A step without tokens has only something to tell the
+runner, or finds that everybody waits for what others hold: loads and leases.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Scheduler:
                 events.append(self._outcomes.fail(sequence, error or Internal("nothing is known to go on from")))
                 continue
             sequence.cached_prompt_tokens = resume.cached_prompt_tokens
-            events += self._outcomes.token(sequence, resume.token_id, resume.logprob, now)
+            self._outcomes.token(sequence, resume.token_id, resume.logprob, now, events)
         self._roster.land(resumption)
         if error is None:
             self._counts["imported_sessions"] += 1
@@ -328,8 +329,9 @@ class Scheduler:
             if sequence.aborted:
                 events.append(self._outcomes.cancel(sequence, now))
             elif token is not None:
-                handle = result.stored.get(sequence.lease.session_id) if sequence.lease is not None else None
-                events += self._outcomes.sampled(sequence, token, result.logprobs.get(piece.request_id), handle, now)
+                handle = None if sequence.lease is None else result.stored.get(sequence.lease.session_id)
+                logprob = result.logprobs.get(piece.request_id)
+                self._outcomes.sampled(sequence, token, logprob, handle, now, events)
         self._counts["steps"] += 1
         self._encode_seconds += result.encode_seconds
         self._token_seconds += result.token_seconds

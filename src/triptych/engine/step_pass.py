@@ -63,9 +63,9 @@ class StepPass:
             self._store(sequence, sequence.lease, selection.end)
 
     def _store(self, sequence: Sequence, lease: Lease, end: int) -> None:
-        """Hand on the blocks that are full then; with the last token of the prompt all that are left."""
+        """Hand on the blocks that are full then; with the last token of the prompt all that are left, at least one."""
         seals = end == sequence.prompt_len
         ready = -(-end // self._block_size) if seals else end // self._block_size
         blocks = tuple(sequence.blocks[len(lease.blocks) : ready])
-        if blocks or seals:
+        if blocks:
             self.stores.append(Store(sequence.request_id, lease.session_id, blocks, not lease.open, seals))

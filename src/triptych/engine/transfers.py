@@ -123,8 +123,7 @@ class Transfers:
         if store.opens:
             publisher.open(session_id)
         try:
-            if store.blocks:
-                publisher.publish(session_id, store.blocks)
+            publisher.publish(session_id, store.blocks)
             return publisher.seal(session_id) if store.seals else None
         except Exception:
             publisher.withdraw(session_id)  # whether the session was opened by this store is known here only
