@@ -24,6 +24,7 @@ from triptych.core.errors import (
     UnsupportedFeature,
 )
 from triptych.core.events import EosToken, Failed, Finished, FinishReason, StopText, StopToken, Tokens
+from triptych.core.logprobs import LogprobOptions
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
 from triptych.core.session import SealedSession
@@ -184,6 +185,41 @@ async def test_seeds_repeat_whatever_else_runs(role: Desk) -> None:
     together = await asyncio.gather(*(ask(role, sampled(1 + seed, seed)) for seed in range(6)))
     assert [a.token_ids for a in alone] == [t.token_ids for t in together]
     assert len({a.token_ids for a in alone}) > 1
+
+
+async def test_sixteen_different_requests_answer_together_as_alone(role: Desk) -> None:
+    samplings = (
+        Sampling(temperature=0),
+        Sampling(temperature=3.0, seed=1),
+        Sampling(temperature=8.0, top_k=40, seed=2),
+        Sampling(temperature=8.0, top_p=0.9, seed=3),
+        Sampling(temperature=8.0, min_p=0.01, seed=4),
+        Sampling(temperature=5.0, frequency_penalty=1.0, presence_penalty=0.5, seed=5),
+        Sampling(temperature=5.0, repetition_penalty=1.5, seed=6),
+        Sampling(temperature=30.0, seed=7),
+    )
+    stopping = Stopping(max_tokens=24, ignore_eos=True)
+    requests = [
+        request(
+            question, *pngs, request_id=f"{number}{len(pngs)}", sampling=sampling, stopping=stopping, logprobs=wanted
+        )
+        for number, sampling in enumerate(samplings)
+        for question, pngs, wanted in (
+            (f"what shape is this? {number}", (RED,), LogprobOptions()),
+            (f"hello {number}", (), LogprobOptions(output=True)),
+        )
+    ]
+    assert len(requests) == 16
+    alone = [await ask(role, one) for one in requests]
+    together = await asyncio.gather(*(ask(role, one) for one in requests))
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert len({answer.token_ids for answer in alone}) == 16
+
+
+async def test_a_prompt_that_is_too_long_is_told_both_lengths(role: Desk) -> None:
+    window = role.model.max_context
+    with pytest.raises(PromptTooLong, match=rf"prompt has {window} tokens.* {window} tokens"):
+        await role.accept(request(prompt=(5,) * window))
 
 
 async def test_detokenize_false_gives_ids_only(role: Desk) -> None:

@@ -29,7 +29,7 @@ from triptych.core.guide import Guide, GuideKind
 from triptych.core.logprobs import LogprobOptions, TopN
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest, Sampling, Stopping, derived_seed
-from triptych.roles.contract import AbortOutcome
+from triptych.roles.contract import AbortOutcome, HealthState
 
 if TYPE_CHECKING:
     from triptych.core.guide import Grammar
@@ -348,6 +348,31 @@ async def test_switched_off_by_its_flag() -> None:
     await turns()
     with pytest.raises(WrongState, match="--no-kv-events"):
         role.subscribe_kv(snapshot=True, start=0)
+
+
+async def test_probes_at_the_same_time_are_one_request() -> None:
+    engine = FakeEngine()
+    role = fake_role(engine, vocab_size=1 << 20)
+    probes = [asyncio.create_task(role.health(probe=True)) for _ in range(3)]
+    await turns()
+    assert len(engine.submitted) == 1
+    engine.answer()
+    assert {(await one)[-1].state for one in probes} == {HealthState.READY}
+    again = asyncio.create_task(role.health(probe=True))
+    await turns()
+    assert len(engine.submitted) == 2
+    engine.answer(1)
+    assert (await again)[-1].state is HealthState.READY
+
+
+async def test_a_probe_that_waits_too_long_or_finds_no_room_is_degraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.roles.probe.PROBE_SECONDS", 0.01)
+    engine = FakeEngine()
+    role = fake_role(engine, vocab_size=1 << 20)
+    assert (await role.health(probe=True))[-1].state is HealthState.DEGRADED
+    assert engine.aborted == ["0.0"]
+    engine.room = 1
+    assert (await role.health(probe=True))[-1].state is HealthState.DEGRADED
 
 
 async def test_an_id_is_taken_while_its_request_is_looked_at() -> None:

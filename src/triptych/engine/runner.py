@@ -24,6 +24,7 @@ from triptych.engine.batch import BatchBuilder
 from triptych.engine.logprobs import token_logprobs
 from triptych.engine.sampler import Draw, choose_tokens, not_finite
 from triptych.engine.transfers import Transfers
+from triptych.models.contract import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -193,7 +194,7 @@ class Runner:
             if len(outputs) == len(inputs):
                 return [self._checked(rows, single.layout.rows) for rows, single in zip(outputs, inputs, strict=True)]
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 _raise_if_lost(error)
                 logger.exception("the encoder failed for %d media item(s)", len(inputs))
                 return [_Trouble(Internal, "could not be encoded")] * len(inputs)
@@ -247,7 +248,7 @@ class Runner:
             output = self._output_logprobs(logits, order, chosen)
             prompt = self._prompt_logprobs(hidden[len(order) :], prompts) if prompts else {}
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 _raise_if_lost(error)
                 logger.exception("the model failed on a batch of %d request(s)", len(pieces))
                 return Internal("the model failed on this request")
@@ -364,12 +365,6 @@ def _too_large(single: EncoderInput) -> _Trouble:
         f"does not fit into memory: {tokens} encoder tokens at once; retry later, send a smaller one, "
         "or lower longest_edge (max_pixels) in preprocessor_config.json",
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; the words are those of torch on a CPU, and of CUDA outside torch's allocator."""
-    words = ("can't allocate memory", "out of memory")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
 
 
 def _raise_if_lost(error: Exception) -> None:

@@ -175,3 +175,9 @@ class Model:
 
     text: TextModel
     tower: VisionTower | None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; the words are those of torch on a CPU, and of CUDA outside torch's allocator."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)

@@ -61,9 +61,7 @@ class LoraFile:
         """
         self._path = directory / WEIGHTS
         if not self._path.is_file():
-            also = (
-                " (only pickled weights, which are never loaded)" if (directory / "adapter_model.bin").is_file() else ""
-            )
+            also = " (only pickled weights, which are never loaded)" if (directory / _PICKLED).is_file() else ""
             raise CheckpointError(f"{directory} has no {WEIGHTS}{also}")
         with self._path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

@@ -14,10 +14,10 @@ import torch
 from blake3 import blake3
 
 from triptych.core.errors import CheckpointError, InvalidRequest, Overloaded, one_line
+from triptych.models.contract import is_out_of_memory
 from triptych.models.lora import LoraAdapter, Update
 from triptych.models.lora_config import LoraConfig
 from triptych.models.lora_file import WEIGHTS, LoraFile, name_of_a, name_of_b
-from triptych.models.weights import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -14,11 +14,11 @@ import torch
 
 from triptych.core.checkpoint import Section, architecture_of, read_json
 from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
-from triptych.models.contract import Model
+from triptych.models.contract import Model, is_out_of_memory
 from triptych.models.decoder_config import DecoderConfig, DecoderFamily
 from triptych.models.layer import Placement
 from triptych.models.text_decoder import TextDecoder
-from triptych.models.weights import Checkpoint, is_out_of_memory
+from triptych.models.weights import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

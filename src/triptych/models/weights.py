@@ -183,13 +183,6 @@ def read_header(path: Path) -> Iterator[tuple[str, Stored]]:
         yield name, Stored(path, tuple(entry.get_shape()), entry.get_dtype())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be had, on any device."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "alloc" in str(error)
-    )
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")

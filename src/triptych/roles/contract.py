@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from triptych.core.errors import ModelNotFound
 from triptych.core.load import Load as Load  # noqa: TC001 - handed on to those who see an engine through this file
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ class ModelDescription:
     """Media the model accepts; empty for a text-only model."""
     image_token_id: int | None
     """The placeholder marker that stands for one picture."""
+
+    def check_name(self, name: str) -> None:
+        """Refuse a name by which this model is not known: it has its served name and its canonical id.
+
+        Raises:
+            ModelNotFound: naming the model that is served.
+        """
+        if name not in (self.served_name, self.model_id):
+            raise ModelNotFound(f"model {name!r} is not served here; {self.served_name!r} is")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from triptych.core.errors import (
     Cancelled,
     Internal,
     InvalidRequest,
-    ModelNotFound,
     Overloaded,
     PromptTooLong,
     UnsupportedFeature,
@@ -194,8 +193,7 @@ class Intake:
     def _check_model(self, request: GenerateRequest) -> Adapter | None:
         """What only needs to know the model; returns the adapter."""
         front = self._front
-        if request.model not in (front.model.served_name, front.model.model_id):
-            raise ModelNotFound(f"model {request.model!r} is not served here; this is {front.model.served_name!r}")
+        front.model.check_name(request.model)
         adapter = self.adapters.resolve(request.lora_name)
         if request.stopping.min_tokens >= front.model.max_context:
             raise InvalidRequest(f"min_tokens is {request.stopping.min_tokens}; {self._window()}")

@@ -78,8 +78,7 @@ class Control:
         model = self._role.model
         if not request.model:
             raise InvalidRequest("model must not be empty")
-        if request.model not in (model.served_name, model.model_id):
-            raise ModelNotFound(f"model {request.model!r} is not served here; {model.served_name!r} is")
+        model.check_name(request.model)
         return model_info(self._role.engine, model)
 
     async def _load_info(self, request: server_pb2.GetLoadRequest) -> server_pb2.LoadInfo:
@@ -96,10 +95,12 @@ class Control:
         checks += await self._role.health(probe=request.include_inference_probe)
         if self._role.engine.kv_backend:
             checks.append(HealthCheck("kv_connector", HealthState.READY, self._role.engine.kv_backend))
-        if request.model and request.model not in (model.served_name, model.model_id):
-            message = f"model {request.model!r} is not served here; {model.served_name!r} is"
-            checks = [check for check in checks if check.name != "model"]
-            checks.append(HealthCheck("model", HealthState.NOT_READY, message))
+        if request.model:
+            try:
+                model.check_name(request.model)
+            except ModelNotFound as error:
+                checks = [check for check in checks if check.name != "model"]
+                checks.append(HealthCheck("model", HealthState.NOT_READY, str(error)))
         if request.role in server_pb2.EngineRole.values() and request.role not in (0, role):
             name = server_pb2.EngineRole.Name(role)
             checks.append(HealthCheck("role", HealthState.NOT_READY, f"this engine is {name}"))
