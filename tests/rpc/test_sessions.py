@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from triptych.core.logprobs import CandidateColumns, TokenLogprob
 from triptych.core.request import GenerateRequest
 from triptych.core.session import FirstToken, KvSession, SealedSession
 from triptych.rpc.address import Address
+from triptych.rpc.inference import Inference
+from triptych.wire.codec import encode_request
+from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import kv_pb2, lifecycle_pb2
 from triptych.wire.session_signature import SessionSigner
 
@@ -124,6 +128,53 @@ async def test_a_session_that_cannot_be_written_is_taken_back(serve: Serve) -> N
     events = [event async for event in call]
     assert [event.WhichOneof("event") for event in events] == ["error"]
     assert served.role.gone == {"one"}
+
+
+class LeavingContext:
+    """A call whose client leaves at one moment: when the message is on its way, or just before."""
+
+    def __init__(self, *, unsent: bool) -> None:
+        self.call: asyncio.Task[None] | None = None
+        self.sent: list[bytes] = []
+        self._unsent = unsent
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, trailers: object) -> None:
+        pass
+
+    async def send_initial_metadata(self, headers: object) -> None:
+        if self._unsent:
+            assert self.call is not None
+            asyncio.get_running_loop().call_soon(self.call.cancel)
+
+    async def write(self, data: bytes) -> None:
+        self.sent.append(data)
+        assert self.call is not None
+        self.call.cancel()
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("unsent", [False, True])
+async def test_a_session_that_may_have_been_read_of_stays(unsent: bool) -> None:
+    """Clients leave as soon as they have what they want, before the server hears that the message has arrived."""
+    leave = asyncio.Event()
+    role = ScriptedRole(script=lambda request: [leave, PrefillReady(request.request_id, PLAIN, Usage(2, 1, 0), SPANS)])
+    role.description = BOTH
+    role.sessions.add("one")
+    inference = Inference(role, SessionCodec())
+    context = LeavingContext(unsent=unsent)
+    context.call = asyncio.create_task(inference.generate(encode_request(REQUEST).SerializeToString(), context))
+    if not unsent:
+        leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await context.call
+    leave.set()
+    await inference.settled()
+    assert len(context.sent) == (not unsent)
+    assert role.gone == set()
+    assert role.answers[0].closed.is_set()
 
 
 async def test_what_an_engine_says_of_sessions(serve: Serve) -> None:

@@ -154,11 +154,11 @@ class Inference:
         while True:
             for part in await _next(request_id, answer):
                 written = await self._write(part, answer)
-                try:
-                    await watchdog.watch(context.write(written.data))
-                except BaseException:
+                if _leaving():
                     await self._take_back(part)
-                    raise
+                # From here on nobody knows whether the client has read it: many leave as soon as they have. A session
+                # that it has read of must stay; its lease ends by itself.
+                await watchdog.watch(context.write(written.data))
                 if is_terminal(written.event):
                     _set_trailers(written.event, context)
                     return
@@ -233,13 +233,18 @@ async def _next(request_id: str, answer: Answer) -> tuple[Event, ...]:
         error: TriptychError = Internal("the engine ended the answer without a terminal event")
         log.error("request %r: %s", request_id, error)
     except asyncio.CancelledError as cancelled:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _leaving():
             raise
         error = as_typed(cancelled)
     except Exception as failure:
         error = typed(failure)
     return (Failed(request_id, error),)
+
+
+def _leaving() -> bool:
+    """Whether this task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _set_trailers(event: Event, context: grpc.aio.ServicerContext) -> None:
