@@ -128,6 +128,16 @@ def test_a_bad_picture_is_named_by_its_place(served: Served) -> None:
     assert colour_of(served.url, "blue").json()["choices"][0]["message"]["content"] == "blue"
 
 
+def test_nixl_moves_the_kv_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl_cu12")
+    monkeypatch.setenv("TRIPTYCH_HANDOFF_SECRET", "s" * 32)
+    with serving("demo", "--topology", "p+d", "--kv-transport", "nixl") as running:
+        for colour in COLOURS * 3:
+            assert colour_of(running.url, colour).json()["choices"][0]["message"]["content"] == colour
+        for engine in httpx.get(f"{running.url}/health").json()["engines"]:
+            asyncio.run(idle(engine["address"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_engine_that_dies_ends_serve(tmp_path: Path, index: int) -> None:
