@@ -7,7 +7,7 @@ help:        ## this list
 setup:       ## install everything for development
 	@scripts/setup check test train guided
 
-demo:        ## serve the demo model, ask about two pictures, stop
+demo:        ## encoder, prefill and decode engines, two questions about pictures, a clean end
 	@scripts/setup
 	@$(python) scripts/show_demo
 

@@ -169,6 +169,15 @@ def _wide_kv() -> PreTrainedConfig:
     )
 
 
+def _wide_rows() -> PreTrainedConfig:
+    """Encoder rows as wide as those of the 2 B shape, 16 KiB in bfloat16, for little work."""
+    text = _text(2048, 256, 3, 2, 1, 64) | {
+        "max_position_embeddings": 32_768,
+        "rope_parameters": _rope([12, 10, 10], 10_000.0),
+    }
+    return _vl(text, _tower(64, 3, 2, 256, [0, 1, 2]), tied=True)
+
+
 def _qwen2() -> PreTrainedConfig:
     return Qwen2Config(**_plain_text(tie_word_embeddings=False), **_text(64, 128, 3, 4, 2, 16))
 
@@ -193,6 +202,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": _qwen2,
     "llama": _llama,
     "wide-kv": _wide_kv,
+    "wide-rows": _wide_rows,
     "tiny": _vl_demo,
     "0.5b": _vl_half_billion,
     "2b": _vl_2b,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from triptych.core.finish import EosToken, FinishReason
-from triptych.core.handles import KvHandle, KvLayout
+from triptych.core.handles import Handle, KvLayout
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.logprobs import CandidateColumns, TokenLogprob
 from triptych.core.media import Modality
@@ -84,7 +84,7 @@ def session(
 ) -> KvSession:
     """A session of three outputs; ``blocks`` follows from the plan, 3 where there is none."""
     count = 3 if prompt is None else -(-len(prompt) // LAYOUT.block_size)
-    handle = KvHandle("prefill-1/17", "memory", "engine-1", LAYOUT, blocks or count, b"\x00state\xff")
+    handle = Handle("prefill-1/17", "memory", "engine-1", LAYOUT, blocks or count, b"\x00state\xff")
     made = KvSession(
         handle=handle,
         plan=prompt,

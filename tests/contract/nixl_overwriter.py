@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.contract.kv_peer import to_json
-from tests.contract.kv_transports import LARGE, make_pool
+from tests.contract.peer import to_json
+from tests.contract.transports import LARGE, make_pool
 from triptych.transport.nixl_agent import NixlOptions
 from triptych.transport.nixl_publisher import NixlPublisher
 

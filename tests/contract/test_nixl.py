@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.contract.kv_peer import ROOT, Peer, from_json, to_json
-from tests.contract.kv_transports import (
+from tests.contract.nixl_overwriter import pattern
+from tests.contract.peer import ROOT, Peer, from_json, to_json
+from tests.contract.transports import (
     LARGE,
     PATIENCE,
     SMALL,
@@ -32,11 +33,11 @@ from tests.contract.kv_transports import (
     straight,
     wait_until,
 )
-from tests.contract.nixl_overwriter import pattern
 from triptych.core.errors import Draining, InvalidRequest, StartupError
-from triptych.transport import nixl_peers
-from triptych.transport.contract import FetchOutcome, KvPool, Move, SessionEvent
+from triptych.transport import nixl_fetch, nixl_peers
+from triptych.transport.contract import BlockMemory, FetchOutcome, Move, SessionEvent, SessionState
 from triptych.transport.nixl_agent import NixlAgent, NixlOptions
+from triptych.transport.nixl_fetch import Taking
 from triptych.transport.nixl_fetcher import NixlFetcher
 from triptych.transport.nixl_peer import NixlPeer
 from triptych.transport.nixl_publisher import NixlPublisher
@@ -44,10 +45,12 @@ from triptych.transport.nixl_state import parse_state, seal_state
 from triptych.transport.nixl_words import Verb, Word
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from triptych.core.handles import KvHandle
+    from tests.contract.transports import Sides
+    from triptych.core.handles import Handle
+    from triptych.transport.contract import FetchResult
 
 NIXL = TRANSPORTS["nixl"]
 FINISHED, GONE, FAILED = FetchOutcome.FINISHED, FetchOutcome.GONE, FetchOutcome.FAILED
@@ -67,7 +70,7 @@ def peers(fetcher: Any) -> float:
     return fetcher.statistics()["peers"]
 
 
-def forged(handle: KvHandle, secret: str, **changes: Any) -> KvHandle:
+def forged(handle: Handle[Any], secret: str, **changes: Any) -> Handle[Any]:
     """Signed like ours, but of another place."""
     options = NixlOptions(secret.encode())
     state = parse_state(handle, options)
@@ -134,11 +137,11 @@ def test_what_cannot_be_used_is_said_at_start_up(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StartupError, match="nowhere0"):
         NixlFetcher(pool, "D", nowhere)
     for broken in (
-        KvPool(SMALL, pool.memory[:, ::2], pool.generations),
-        KvPool(SMALL, pool.memory, pool.generations[:2]),
-        KvPool(SMALL, pool.memory, pool.generations.astype(np.int32)),
+        BlockMemory(SMALL, pool.memory[:, ::2], pool.generations),
+        BlockMemory(SMALL, pool.memory, pool.generations[:2]),
+        BlockMemory(SMALL, pool.memory, pool.generations.astype(np.int32)),
     ):
-        with pytest.raises(StartupError, match="KV"):
+        with pytest.raises(StartupError, match=r"contiguous|generation"):
             NixlPublisher(broken, "P", told, options)
     monkeypatch.setitem(sys.modules, "nixl_cu12._api", None)
     with pytest.raises(StartupError, match="triptych\\[nixl\\]"):
@@ -193,13 +196,88 @@ def test_a_consumer_that_goes_without_a_word_leaves_the_session_to_withdraw(
         both.told.wait(handle.session_id, SessionEvent.FREE)
 
 
-def test_a_session_that_is_not_wanted_any_more_is_free_at_once(tmp_path: Path) -> None:
+def test_a_session_that_nobody_can_use_is_free_at_once(tmp_path: Path) -> None:
     with sides(NIXL, tmp_path) as both:
         handle = both.offer(range(8))
-        both.source.generations[5] += 1  # so that it cannot be finished
+        both.source.generations[5] += 1
         assert both.take(handle, straight(8)) is GONE
         both.told.wait(handle.session_id, SessionEvent.FREE)
-        assert both.publisher.statistics()["dropped"] == 1
+        assert both.publisher.statistics()["spoilt"] == 1
+
+
+@contextlib.contextmanager
+def stranger(both: Sides, handle: Handle[Any]) -> Iterator[Callable[[Verb], None]]:
+    """Another consumer of the session, of which only words are heard."""
+    options = NixlOptions(both.place.encode())
+    state = parse_state(handle, options)
+    agent = NixlAgent("stranger", options)
+    agent.connect(state.place.metadata, state.place.instance_id)
+
+    def say(verb: Verb) -> None:
+        agent.send(Word(verb, state.slot, state.tag, 6).pack())
+        for _ in range(50):
+            agent.received()
+            threading.Event().wait(0.002)
+
+    yield say
+    agent.close()
+
+
+def test_who_has_a_session_is_seen_by_the_producer_and_by_others(tmp_path: Path) -> None:
+    with sides(NIXL, tmp_path) as both:
+        handle = both.offer([1])
+        state = both.publisher.state
+        with stranger(both, handle) as say:
+            assert state(handle.session_id) is SessionState.WAITING
+            say(Verb.CLAIM)
+            wait_until(lambda: state(handle.session_id) is SessionState.TAKING, "it is not claimed")
+            assert both.take(handle, straight(1)) is GONE
+            assert both.take(handle, straight(1), seconds=nixl_fetch.YIELD_SECONDS / 4) is FAILED
+            assert state(handle.session_id) is SessionState.TAKING
+            say(Verb.BACK)
+            assert both.wait_for_return(handle) is SessionState.WAITING
+            say(Verb.CLAIM)  # late: it has given the session back
+            assert both.take(handle, straight(1)) is FINISHED
+            both.told.wait(handle.session_id, SessionEvent.TAKEN)
+
+
+def test_who_comes_while_it_is_given_back_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_fetch, "YIELD_SECONDS", PATIENCE)
+    monkeypatch.setattr(nixl_fetch, "REPEAT_SECONDS", 2 * PATIENCE)
+    seen, wait_for = threading.Event(), Taking._wait_for
+
+    def waiting(taking: Taking, other: int, now: float) -> FetchResult | None:
+        seen.set()
+        return wait_for(taking, other, now)
+
+    monkeypatch.setattr(Taking, "_wait_for", waiting)
+    with sides(NIXL, tmp_path) as both:
+        handle = both.offer([1])
+        with stranger(both, handle) as say:
+            say(Verb.CLAIM)
+            wait_until(lambda: both.publisher.state(handle.session_id) is SessionState.TAKING, "it is not claimed")
+            fetching = both.fetch(handle, straight(1))
+            assert seen.wait(PATIENCE)
+            assert not fetching.ended
+            say(Verb.BACK)
+            assert fetching.wait() is FINISHED
+
+
+def test_a_last_word_that_is_lost_leaves_the_session_to_its_consumer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = NixlPeer.say
+    with sides(NIXL, tmp_path) as both:
+        handle = both.offer([1])
+        with monkeypatch.context() as patch:
+            patch.setattr(NixlPeer, "say", lambda peer, word: say(peer, word) if word.verb is Verb.CLAIM else None)
+            assert both.take(handle, straight(1)) is FINISHED
+        for _ in range(2):
+            assert both.take(handle, straight(1)) is GONE
+        assert both.publisher.state(handle.session_id) is SessionState.TAKING
+        both.publisher.withdraw(handle.session_id)
+        both.told.wait(handle.session_id, SessionEvent.FREE)
+        assert both.take(handle, straight(1)) is GONE
 
 
 def test_a_session_that_no_handle_can_name(tmp_path: Path) -> None:
@@ -320,19 +398,28 @@ def test_blocks_are_kept_while_a_producer_hangs(
     with sides(NIXL, tmp_path, LARGE, blocks) as both, Peer("producer", NIXL.name, both.place, blocks) as peer:
         assert both.take(peer.offer("first", [0]), straight(1)) is FINISHED
         landed = both.target.memory[:, 0].copy()
-        fetching = both.fetch(peer.offer("second", list(range(blocks))), straight(blocks), seconds=1, marks=True)
+        second = peer.offer("second", list(range(blocks)))
+        fetching = both.fetch(second, straight(blocks), seconds=1, marks=True)
         wait_until(lambda: not np.array_equal(both.target.memory[:, 0], landed), "nothing arrives")
         peer.signal(signal.SIGSTOP)
         wait_until(lambda: bool(both.fetcher.statistics()["overdue"]), "it is not overdue")
+        assert both.fetcher.statistics()["overdue_bytes"] == blocks * LARGE.block_bytes
         assert not fetching.ended
         assert both.take(both.offer([1, 2]), []) is FINISHED  # nobody else is concerned
+        assert not fetching.ended
         peer.signal(then)
         assert fetching.wait() is FAILED
-        assert both.fetcher.statistics()["overdue"] == 0
-        if then is signal.SIGCONT:
-            assert both.take(peer.offer("third", [0]), []) is FINISHED
-            peer.end()
+        statistics = both.fetcher.statistics()
+        assert (statistics["overdue"], statistics["overdue_bytes"]) == (0, 0)
         fetching.check_marks()
+        if then is signal.SIGCONT:
+            again = both.fetch(second, straight(blocks))
+            assert again.wait() is FINISHED
+            memory = make_pool(LARGE, blocks, 1).memory
+            assert again.held == {index: memory[index].tobytes() for index in range(blocks)}
+            peer.end()
+        else:
+            assert both.take(second, []) is FAILED
 
 
 def test_a_hanging_producer_does_not_keep_what_it_could_not_touch_yet(tmp_path: Path) -> None:
@@ -341,6 +428,7 @@ def test_a_hanging_producer_does_not_keep_what_it_could_not_touch_yet(tmp_path: 
         peer.signal(signal.SIGSTOP)
         assert both.take(handle, straight(1), seconds=0.2, marks=True) is FAILED
         peer.signal(signal.SIGCONT)
+        assert both.take(handle, straight(1)) is FINISHED  # what was said to it has waited
         peer.end()
 
 

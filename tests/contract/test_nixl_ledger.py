@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.errors import IntegrityError, Overloaded
-from triptych.transport.nixl_ledger import MAX_SESSIONS, LedgerSession, NixlLedger
+from triptych.transport.contract import SessionState
+from triptych.transport.nixl_ledger import MAX_SESSIONS, REMEMBERED, LedgerSession, NixlLedger
 from triptych.transport.nixl_words import Verb, Word, parse_word
 
-CLAIM, DONE, DROP = Verb
+CLAIM, DONE, BACK, SPOILT = Verb
 
 
 def offer(ledger: NixlLedger, session_id: str = "S") -> LedgerSession:
@@ -34,23 +35,53 @@ def test_the_first_to_claim_has_it() -> None:
     ledger = NixlLedger()
     session = offer(ledger)
     assert row(ledger, session) == (session.tag, 0)
-    for consumer in (7, 8, 7):
-        assert say(ledger, CLAIM, session, consumer) is None
+    assert ledger.state("S") is SessionState.WAITING
+    for consumer, answer in ((7, session), (8, None), (7, None)):
+        assert say(ledger, CLAIM, session, consumer) is answer
         assert row(ledger, session) == (session.tag, 7)
     assert ledger.claimed == 1
-    assert say(ledger, DONE, session, 8) is None
-    assert say(ledger, DROP, session, 8) is None
+    assert ledger.state("S") is SessionState.TAKING
+    for verb in (DONE, BACK, SPOILT):
+        assert say(ledger, verb, session, 8) is None
     assert row(ledger, session) == (session.tag, 7)
     assert say(ledger, DONE, session, 7) is session
     assert row(ledger, session) == (0, 0)
     assert (ledger.held, ledger.claimed) == (0, 0)
+    assert ledger.state("S") is SessionState.UNKNOWN
+
+
+def test_what_is_given_back_is_the_next_ones() -> None:
+    ledger = NixlLedger()
+    session = offer(ledger)
+    say(ledger, CLAIM, session, 7)
+    assert say(ledger, BACK, session, 7) is session
+    assert (row(ledger, session), ledger.claimed) == ((session.tag, 0), 0)
+    assert ledger.state("S") is SessionState.WAITING
+    assert say(ledger, CLAIM, session, 7) is None  # said before, heard late
+    assert say(ledger, CLAIM, session, 8) is session
+    assert say(ledger, BACK, session, 7) is None
+    assert row(ledger, session) == (session.tag, 8)
+    assert say(ledger, SPOILT, session, 8) is session
+    assert row(ledger, session) == (0, 0)
+
+
+def test_a_claim_that_is_overtaken_claims_nothing() -> None:
+    ledger = NixlLedger()
+    session = offer(ledger)
+    for verb in (BACK, CLAIM):
+        assert say(ledger, verb, session, 7) is None
+    assert row(ledger, session) == (session.tag, 0)
+    for consumer in range(1000, 3000):
+        say(ledger, CLAIM, session, consumer)
+        say(ledger, BACK, session, consumer)
+    assert len(session.past) == REMEMBERED
 
 
 def test_whoever_did_not_claim_is_not_done() -> None:
     ledger = NixlLedger()
     session = offer(ledger)
-    assert say(ledger, DONE, session, 7) is None
-    assert say(ledger, DROP, session, 7) is None
+    for verb in (DONE, BACK, SPOILT):
+        assert say(ledger, verb, session, 7) is None
     assert row(ledger, session) == (session.tag, 0)
 
 
@@ -93,7 +124,7 @@ def test_bounds_and_bugs() -> None:
     ledger = NixlLedger()
     for index in range(MAX_SESSIONS):
         ledger.open(f"{index}")
-    with pytest.raises(Overloaded, match=f"{MAX_SESSIONS} KV sessions"):
+    with pytest.raises(Overloaded, match=f"{MAX_SESSIONS} sessions"):
         ledger.open("one more")
     with pytest.raises(IntegrityError, match="open already"):
         ledger.open("5")
@@ -105,12 +136,13 @@ def test_bounds_and_bugs() -> None:
     ledger.open("one more")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["offer", "remove", *Verb]), st.integers(0, 3), st.integers(1, 3))))
+@given(st.lists(st.tuples(st.sampled_from(["offer", "remove", *Verb]), st.integers(0, 3), st.integers(1, 4))))
 def test_any_order(events: list[tuple[str | Verb, int, int]]) -> None:
-    """Each session ends at most once, for the consumer that its row named."""
+    """One consumer at a time has a session, until its own last word; nothing of it is heard after that."""
     ledger = NixlLedger()
     sessions: list[LedgerSession] = []
     over: set[str] = set()
+    last_words: set[tuple[str, int]] = set()
     for what, which, consumer in events:
         if what == "offer":
             sessions.append(offer(ledger, f"{len(sessions)}"))
@@ -118,15 +150,22 @@ def test_any_order(events: list[tuple[str | Verb, int, int]]) -> None:
         if not sessions:
             continue
         session = sessions[-1 - which % len(sessions)]
+        ended = None
         if what == "remove":
             ended = ledger.remove(session.session_id)
         else:
             assert isinstance(what, Verb)
             owner = row(ledger, session)[1] if session.session_id not in over else 0
-            ended = say(ledger, what, session, consumer)
-            if ended is not None:
-                assert what is not CLAIM
-                assert owner == consumer
+            changed = say(ledger, what, session, consumer)
+            if changed is not None:
+                assert changed is session
+                assert owner == (0 if what is CLAIM else consumer)
+                assert what is not CLAIM or (session.session_id, consumer) not in last_words
+                ended = changed if what in (DONE, SPOILT) else None
+            elif session.session_id not in over:
+                assert row(ledger, session)[1] == owner
+            if what is not CLAIM and session.session_id not in over:
+                last_words.add((session.session_id, consumer))
         if ended is not None:
             assert ended is session
             assert session.session_id not in over
@@ -153,5 +192,5 @@ def test_other_messages_are_nothing(change: bytes | tuple[int, int]) -> None:
         packed = bytearray(change)
     word = parse_word(bytes(packed))
     assert word is None or word.pack() == packed
-    assert parse_word(struct.pack("<8sIIQQ", b"TriptKV1", 4, 1, 2, 3)) is None
-    assert parse_word(struct.pack("<8sIIQQ", b"TriptKV1", 1, 1, 2, 0)) is None
+    assert parse_word(struct.pack("<8sIIQQ", b"TriptBk2", 5, 1, 2, 3)) is None
+    assert parse_word(struct.pack("<8sIIQQ", b"TriptBk2", 1, 1, 2, 0)) is None

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.kv_transports import SMALL
+from tests.contract.transports import SMALL, SMALL_ROWS
 from triptych.core.errors import InvalidRequest, StartupError
-from triptych.core.handles import MAX_HANDLE_STATE, KvHandle
+from triptych.core.handles import MAX_HANDLE_STATE, Handle
 from triptych.transport.nixl_agent import NixlOptions
 from triptych.transport.nixl_ledger import MAX_SESSIONS
 from triptych.transport.nixl_state import MAX_BLOCKS, NixlPlace, NixlState, parse_state, seal_state
@@ -23,7 +23,8 @@ from triptych.transport.nixl_state import MAX_BLOCKS, NixlPlace, NixlState, pars
 OPTIONS = NixlOptions(b"known to all engines")
 PLACE = NixlPlace(
     instance_id="P",
-    layout=dataclasses.astuple(SMALL),
+    layout=SMALL.label,
+    block_bytes=SMALL.block_bytes,
     metadata=b"nixl" * 120,
     stamp=bytes(range(16)),
     memory=2**46,
@@ -38,14 +39,14 @@ def make_state(blocks: Any, generations: Any, **more: Any) -> NixlState:
     return NixlState(blocks=np.asarray(blocks, np.int64), generations=np.asarray(generations, np.int64), **fields)
 
 
-def handle_of(data: bytes, blocks: int = 1) -> KvHandle:
-    return KvHandle("S", "nixl", "P", SMALL, blocks, data)
+def handle_of(data: bytes, blocks: int = 1) -> Handle[Any]:
+    return Handle("S", "nixl", "P", SMALL, blocks, data)
 
 
 def sign(body: bytes) -> bytes:
     """What an engine with our secret would have signed, whatever it is."""
     sealed = seal_state(make_state([1], [1]), OPTIONS)
-    prefix = b"triptych nixl kv session\0"
+    prefix = b"triptych nixl session\0"
     assert hmac.digest(OPTIONS.secret, prefix + sealed[:-32], hashlib.sha256) == sealed[-32:]
     return body + hmac.digest(OPTIONS.secret, prefix + body, hashlib.sha256)
 
@@ -105,9 +106,13 @@ def test_of_another_secret_or_transport() -> None:
         ("generations", 2**63 - 8),
         ("table", 2**63),
         ("table", 2**64 - 1),
-        ("layout", (0, 2, 8, 4, "float32", 4)),
-        ("layout", (1, 2, 8, 4, "float32")),
-        ("layout", (2**20, 2**20, 2**20, 2**20, "float32", 2**20)),
+        ("layout", 4),
+        ("layout", "k\u00e4v"),
+        ("layout", "x" * 129),
+        ("block_bytes", 0),
+        ("block_bytes", 2**43),
+        ("block_bytes", 2**63),
+        ("block_bytes", "1"),
     ],
 )
 def test_a_signed_place_that_cannot_be(field: str, value: Any) -> None:
@@ -115,7 +120,7 @@ def test_a_signed_place_that_cannot_be(field: str, value: Any) -> None:
     place[PLACE.__struct_fields__.index(field)] = value
     state = make_state([1], [1])
     columns = [(1).to_bytes(8, "little") + b"\0"] * 2
-    body = msgspec.msgpack.encode([1, place, "S", state.slot, state.tag, 1, *columns])
+    body = msgspec.msgpack.encode([2, place, "S", state.slot, state.tag, 1, *columns])
     with pytest.raises(InvalidRequest):
         parse_state(handle_of(sign(body)), OPTIONS)
 
@@ -123,7 +128,7 @@ def test_a_signed_place_that_cannot_be(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {0: 2},
+        {0: 1},
         {3: 0},
         {3: MAX_SESSIONS + 1},
         {4: 0},
@@ -140,7 +145,7 @@ def test_a_signed_place_that_cannot_be(field: str, value: Any) -> None:
 )
 def test_a_signed_session_that_cannot_be(change: dict[int, Any]) -> None:
     columns = [(1).to_bytes(8, "little") + b"\0"] * 2
-    fields = [1, msgspec.structs.astuple(PLACE), "S", 3, 9, 1, *columns]
+    fields = [2, msgspec.structs.astuple(PLACE), "S", 3, 9, 1, *columns]
     assert parse_state(handle_of(sign(msgspec.msgpack.encode(fields))), OPTIONS).blocks.tolist() == [1]
     for index, value in change.items():
         fields[index] = value
@@ -171,6 +176,7 @@ def test_what_the_handle_says_of_another_session() -> None:
         ({"instance_id": "Q"}, "instance"),
         ({"blocks": 3}, "blocks"),
         ({"layout": dataclasses.replace(SMALL, dtype="int32")}, "layout"),
+        ({"layout": SMALL_ROWS}, "layout"),
     ):
         assert word in state.differences(dataclasses.replace(sealed, **change))
 

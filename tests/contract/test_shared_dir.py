@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.contract.kv_transports import (
+from tests.contract.shared_dir_files import ROW, names, ready_file, taken_file
+from tests.contract.transports import (
     LARGE,
     SMALL,
     Fetching,
@@ -21,11 +22,10 @@ from tests.contract.kv_transports import (
     straight,
     wait_until,
 )
-from tests.contract.shared_dir_files import ROW, names, ready_file
 from triptych.core.errors import StartupError
-from triptych.transport import kv_file
-from triptych.transport.contract import FetchOutcome, Move, SessionEvent
-from triptych.transport.shared_dir import SharedDirectory, owner_of
+from triptych.transport import block_file
+from triptych.transport.contract import FetchOutcome, Move, SessionEvent, SessionState
+from triptych.transport.shared_dir import SharedDirectory, owner_of, write_receipt
 from triptych.transport.shared_dir_fetcher import SharedDirFetcher
 from triptych.transport.shared_dir_publisher import SharedDirLimits
 
@@ -104,10 +104,11 @@ def test_what_the_dead_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     place = tmp_path / "kv"
     living = SharedDirectory(place, "a" * 32, 60)
     key, dead = "1" * 32, "d" * 32
-    kept = [f"{key}.{'a' * 32}.{state}" for state in ("part", "ready", "taken", "void")]
-    kept += [f"{key}.{dead}.other", "notes.txt", f"{key}.ready", f"{'a' * 32}.alive"]
+    kept = [f"{key}.{'a' * 32}.{state}" for state in ("part", "ready", "back", "void")]
+    kept += [f"{key}.{owner}.{'a' * 32}.taken" for owner in ("a" * 32, dead)]
+    kept += [f"{key}.{dead}.other", f"{key}.{dead}.taken", "notes.txt", f"{key}.ready", f"{'a' * 32}.alive"]
     young, old = f"{key}.{dead}.ready", f"{'2' * 32}.{dead}.ready"
-    lost = [f"{key}.{dead}.{state}" for state in ("part", "taken", "void")] + [f"{dead}.alive"]
+    lost = [f"{key}.{dead}.{state}" for state in ("part", "back", "void", f"{dead}.taken")] + [f"{dead}.alive"]
     for name in {*kept, young, old, *lost} - {f"{'a' * 32}.alive"}:
         (place / name).write_text("")
     other = SharedDirectory(place, "b" * 32, 60)
@@ -160,13 +161,84 @@ def test_a_producer_that_died_while_writing_is_not_waited_for(tmp_path: Path) ->
     fetcher.close()
 
 
+def test_what_a_dead_consumer_had_is_given_back(tmp_path: Path) -> None:
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1, 2])
+        os.rename(ready_file(both, handle), taken_file(both, handle, "d" * 32))
+        assert both.wait_for_return(handle) is SessionState.WAITING
+        assert both.take(handle, straight(2)) is FINISHED
+        assert np.array_equal(both.target.memory[:2], both.source.memory[1:3])
+        assert both.publisher.statistics()["given_back"] == 1
+
+
+def test_what_a_dead_consumer_was_done_with_is_spent(tmp_path: Path) -> None:
+    with sides(ROW, tmp_path) as both:
+        handle = both.offer([1, 2])
+        path = ready_file(both, handle)
+        with path.open("r+b") as file:
+            write_receipt(file.fileno(), handle.state)
+        os.rename(path, taken_file(both, handle, "d" * 32))
+        both.told.wait(handle.session_id, SessionEvent.TAKEN)
+        assert both.take(handle, []) is GONE
+
+
+def test_what_a_living_consumer_has_stays_with_it(tmp_path: Path) -> None:
+    with sides(ROW, tmp_path) as both:
+        alive = SharedDirectory(Path(both.place), "a" * 32, 0.01)
+        handle = both.offer([1, 2])
+        path = taken_file(both, handle, "a" * 32)
+        os.rename(ready_file(both, handle), path)
+        dead = both.offer([3])
+        os.rename(ready_file(both, dead), taken_file(both, dead, "d" * 32))
+        assert both.wait_for_return(dead) is SessionState.WAITING  # so the dead have been looked for
+        assert both.publisher.state(handle.session_id) is SessionState.TAKING
+        assert both.take(handle, straight(2)) is GONE
+        both.publisher.withdraw(handle.session_id)
+        both.told.wait(handle.session_id, SessionEvent.FREE)
+        assert path.exists()
+        alive.give_back(path.name)
+        assert both.wait_for_return(handle) is SessionState.UNKNOWN
+        alive.close()
+
+
+def test_nothing_is_given_back_to_the_dead(tmp_path: Path) -> None:
+    both = Sides(ROW, ROW.place(tmp_path), SMALL, 8)
+    both.close()
+    place, producer, key = Path(both.place), owner_of("producer", both.instance), "1" * 32
+    alive = SharedDirectory(place, "a" * 32, 60)
+    taken = place / f"{key}.{producer}.{'a' * 32}.taken"
+    taken.write_bytes(b"whole")
+    alive.give_back(taken.name)
+    alive.close()
+    assert not ROW.leftovers(both.place)
+
+
+def test_what_is_given_back_to_one_who_closes_is_left_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = SharedDirectory(tmp_path / "kv", "b" * 32, 60)
+    consumer = SharedDirectory(tmp_path / "kv", "a" * 32, 60)
+    rename = SharedDirectory.rename
+
+    def closing(directory: SharedDirectory, name: str, to: str) -> bool:
+        producer.close()
+        return rename(directory, name, to)
+
+    taken = tmp_path / "kv" / f"{'1' * 32}.{'b' * 32}.{'a' * 32}.taken"
+    taken.write_bytes(b"whole")
+    monkeypatch.setattr(SharedDirectory, "rename", closing)
+    consumer.give_back(taken.name)
+    consumer.close()
+    assert not ROW.leftovers(str(tmp_path / "kv"))
+
+
 # damage
 
 
 def test_a_changed_file_is_never_text(tmp_path: Path) -> None:
     blocks = [3, 1, 2]
     size = 3 * SMALL.block_bytes
-    whole = size + 64 + 3 * kv_file.DIGEST_BYTES + 32
+    whole = size + 64 + 3 * block_file.DIGEST_BYTES + 32
     with sides(ROW, tmp_path) as both:
 
         def take(damage: Callable[[bytearray], None], moves: list[Move]) -> FetchOutcome:
@@ -228,7 +300,7 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
                 os.truncate(taken, 3 * LARGE.block_bytes + 5)
             return read(*arguments)
 
-        monkeypatch.setattr(kv_file.os, "preadv", preadv)
+        monkeypatch.setattr(block_file.os, "preadv", preadv)
         fetching = both.fetch(handle, straight(16))
         assert fetching.wait() is FAILED
         assert fetching.result is not None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tests.contract.kv_transports import (
+from tests.contract.shared_dir_files import ROW, Gate, ready_file
+from tests.contract.transports import (
     LARGE,
     PATIENCE,
     SMALL,
@@ -21,17 +23,15 @@ from tests.contract.kv_transports import (
     straight,
     wait_until,
 )
-from tests.contract.shared_dir_files import ROW, Gate, ready_file
 from triptych.core.errors import Draining, Overloaded
-from triptych.transport import kv_file
-from triptych.transport.contract import FetchOutcome, Move, SessionEvent
+from triptych.transport import block_file
+from triptych.transport.contract import FetchOutcome, Move, SessionEvent, SessionState
 from triptych.transport.shared_dir import SharedDirectory
 from triptych.transport.shared_dir_fetcher import SharedDirFetcher
 from triptych.transport.shared_dir_publisher import SharedDirLimits, SharedDirPublisher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from triptych.transport.contract import FetchResult
 
@@ -46,7 +46,7 @@ FINISHED, GONE, FAILED, CANCELLED = (
 @pytest.fixture
 def slow_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(os.pwritev)
-    monkeypatch.setattr(kv_file.os, "pwritev", gate)
+    monkeypatch.setattr(block_file.os, "pwritev", gate)
     yield gate
     gate.opened.set()
 
@@ -101,7 +101,7 @@ def test_withdrawn_while_the_writer_is_busy(tmp_path: Path, monkeypatch: pytest.
         handle = both.offer([1, 2])
         ready_file(both, handle)
         gate = Gate(os.pwritev)
-        monkeypatch.setattr(kv_file.os, "pwritev", gate)
+        monkeypatch.setattr(block_file.os, "pwritev", gate)
         both.offer([3])
         assert gate.reached.wait(PATIENCE)
         both.publisher.withdraw(handle.session_id)
@@ -129,7 +129,7 @@ def test_few_calls_move_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return count
 
     for name in calls:
-        monkeypatch.setattr(kv_file.os, name, counted(name, getattr(os, name)))
+        monkeypatch.setattr(block_file.os, name, counted(name, getattr(os, name)))
     with sides(ROW, tmp_path, blocks=256) as both:
         blocks = np.random.default_rng(1).permutation(256).tolist()
         moves = [Move(block, block) for block in blocks]
@@ -145,7 +145,7 @@ def test_a_short_session_does_not_wait_for_a_long_one(tmp_path: Path, monkeypatc
         written.append(descriptor)
         return gate(descriptor, *rest)
 
-    monkeypatch.setattr(kv_file.os, "pwritev", pwritev)
+    monkeypatch.setattr(block_file.os, "pwritev", pwritev)
     with sides(ROW, tmp_path, LARGE, 64) as both:
         long, short = both.offer(range(64)), both.offer([1])
         assert gate.reached.wait(PATIENCE)
@@ -160,40 +160,161 @@ def test_a_short_session_does_not_wait_for_a_long_one(tmp_path: Path, monkeypatc
 # a consumer in the middle of it
 
 
-def test_cancelled_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds what is read after the claim."""
+    gate, free = Gate(os.preadv), iter([os.preadv])  # the end of the file, before the claim
+    monkeypatch.setattr(block_file.os, "preadv", lambda *rest: next(free, gate)(*rest))
+    yield gate
+    gate.opened.set()
+
+
+def test_cancelled_while_it_copies(tmp_path: Path, slow_copy: Gate) -> None:
     with sides(ROW, tmp_path, LARGE, 64) as both:
         handle = both.offer(range(64))
-        path = ready_file(both, handle)
-        gate = Gate(os.preadv)
-        monkeypatch.setattr(kv_file.os, "preadv", gate)
         fetching = both.fetch(handle, straight(64), marks=True)
-        assert gate.reached.wait(PATIENCE)
+        assert slow_copy.reached.wait(PATIENCE)
+        assert both.publisher.state(handle.session_id) is SessionState.TAKING
         fetching.cancel()
         assert not fetching.ended  # something may still write into the targets
-        gate.opened.set()
+        assert both.publisher.state(handle.session_id) is SessionState.TAKING
+        slow_copy.opened.set()
         assert fetching.wait() is CANCELLED
         fetching.check_marks()
-        both.publisher.withdraw(handle.session_id)
-        wait_until(both.settled, "something is still held")
-        assert not path.exists()
+        assert both.wait_for_return(handle) is SessionState.WAITING
         assert not both.told.has(handle.session_id, SessionEvent.TAKEN)
+        assert both.take(handle, straight(64)) is FINISHED
+        assert np.array_equal(both.target.memory, both.source.memory)
+        both.told.wait(handle.session_id, SessionEvent.TAKEN)
 
 
-def test_withdrawn_after_it_was_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_while_it_copies(tmp_path: Path, slow_copy: Gate) -> None:
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        fetching = both.fetch(handle, straight(64), marks=True)
+        assert slow_copy.reached.wait(PATIENCE)
+        closing = threading.Thread(target=both.fetcher.close)
+        closing.start()
+        slow_copy.opened.set()
+        closing.join()
+        assert fetching.wait() is CANCELLED
+        assert both.wait_for_return(handle) is SessionState.WAITING
+        pool = make_pool(LARGE, 64, 3)
+        another = SharedDirFetcher(pool, "another", Path(both.place), 60)
+        taking = Fetching(another, pool)
+        taking.start(handle, straight(64))
+        assert taking.wait() is FINISHED
+        assert np.array_equal(pool.memory, both.source.memory)
+        another.close()
+        fetching.check_marks()
+
+
+def test_blocks_are_kept_while_the_copy_stands_still(tmp_path: Path, slow_copy: Gate) -> None:
     with sides(ROW, tmp_path, LARGE, 64) as both:
         handle = both.offer(range(64))
         ready_file(both, handle)
-        gates = [Gate(os.preadv), Gate(os.preadv)]
-        gates[0].opened.set()  # the end of the file, before the claim
-        calls = iter(gates)
-        monkeypatch.setattr(kv_file.os, "preadv", lambda *rest: next(calls, gates[1])(*rest))
+        fetching = both.fetch(handle, straight(64), marks=True)
+        assert slow_copy.reached.wait(PATIENCE)
+        assert both.fetcher.statistics()["overdue"] == 0
+        both.fetcher._fetches[0]._deadline = 0.0
+        assert both.fetcher.statistics()["overdue"] == 1
+        assert both.fetcher.statistics()["overdue_bytes"] == 64 * LARGE.block_bytes
+        assert not fetching.ended
+        slow_copy.opened.set()
+        assert fetching.wait() is FAILED
+        statistics = both.fetcher.statistics()
+        assert (statistics["overdue"], statistics["overdue_bytes"]) == (0, 0)
+        fetching.check_marks()
+        assert both.wait_for_return(handle) is SessionState.WAITING
+        assert both.take(handle, straight(64)) is FINISHED
+
+
+def test_withdrawn_and_then_given_back(tmp_path: Path, slow_copy: Gate) -> None:
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
         fetching = both.fetch(handle, straight(64))
-        assert gates[1].reached.wait(PATIENCE)
+        assert slow_copy.reached.wait(PATIENCE)
+        both.publisher.withdraw(handle.session_id)
+        assert both.publisher.state(handle.session_id) is SessionState.TAKING
+        fetching.cancel()
+        slow_copy.opened.set()
+        assert fetching.wait() is CANCELLED
+        assert both.take(handle, []) in {GONE, FAILED}
+        wait_until(both.settled, "something is still held")
+        assert not both.told.has(handle.session_id, SessionEvent.TAKEN)
+
+
+def test_withdrawn_just_before_it_is_made_ready_again(
+    tmp_path: Path, slow_copy: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, withdrawn = SharedDirectory.rename, threading.Event()
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        fetching = both.fetch(handle, straight(64))
+        assert slow_copy.reached.wait(PATIENCE)
+
+        def withdrawing(directory: SharedDirectory, name: str, to: str) -> bool:
+            if name.endswith(".back") and to.endswith(".ready"):
+                both.publisher.withdraw(handle.session_id)
+                assert both.take(handle, []) is GONE
+                withdrawn.set()
+            return rename(directory, name, to)
+
+        monkeypatch.setattr(SharedDirectory, "rename", withdrawing)
+        fetching.cancel()
+        slow_copy.opened.set()
+        assert fetching.wait() is CANCELLED
+        assert withdrawn.wait(PATIENCE)
+        wait_until(both.settled, "something is still held")
+        assert both.take(handle, []) is GONE
+
+
+def test_withdrawn_after_it_was_claimed(tmp_path: Path, slow_copy: Gate) -> None:
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        fetching = both.fetch(handle, straight(64))
+        assert slow_copy.reached.wait(PATIENCE)
         both.publisher.withdraw(handle.session_id)
         assert both.publisher.statistics()["sessions"] == 1
-        gates[1].opened.set()
+        slow_copy.opened.set()
         assert fetching.wait() is FINISHED
         both.told.wait(handle.session_id, SessionEvent.TAKEN)
+        wait_until(both.settled, "something is still held")
+
+
+def test_made_ready_again_while_it_is_withdrawn(
+    tmp_path: Path, slow_copy: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = SharedDirectory.rename
+    reached, first, second, renamed = (threading.Event() for _ in range(4))
+
+    def slowly(directory: SharedDirectory, name: str, to: str) -> bool:
+        if name.endswith(".back") and to.endswith(".ready"):
+            reached.set()
+            assert first.wait(PATIENCE)
+            found = rename(directory, name, to)
+            renamed.set()
+            assert second.wait(PATIENCE)
+            return found
+        found = rename(directory, name, to)
+        if name.endswith(".ready") and to.endswith(".void"):  # not seen where it was: now it comes there
+            first.set()
+            assert renamed.wait(PATIENCE)
+        return found
+
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        handle = both.offer(range(64))
+        fetching = both.fetch(handle, straight(64))
+        assert slow_copy.reached.wait(PATIENCE)
+        monkeypatch.setattr(SharedDirectory, "rename", slowly)
+        fetching.cancel()
+        slow_copy.opened.set()
+        assert reached.wait(PATIENCE)
+        both.publisher.withdraw(handle.session_id)
+        assert both.publisher.state(handle.session_id) is SessionState.UNKNOWN
+        assert both.take(handle, []) is GONE
+        for event in (first, second):
+            event.set()
         wait_until(both.settled, "something is still held")
 
 
@@ -213,7 +334,7 @@ def test_a_full_directory_fails_one_session(tmp_path: Path, monkeypatch: pytest.
         data = b"".join(bytes(view) for view in views)
         return write(descriptor, [data[: room - offset]], offset)
 
-    monkeypatch.setattr(kv_file.os, "pwritev", pwritev)
+    monkeypatch.setattr(block_file.os, "pwritev", pwritev)
     with sides(ROW, tmp_path) as both:
         fits = both.offer([0])
         assert both.take(fits, straight(1)) is FINISHED
@@ -253,8 +374,8 @@ def test_transfers_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         return some
 
-    monkeypatch.setattr(kv_file.os, "pwritev", piecewise(os.pwritev))
-    monkeypatch.setattr(kv_file.os, "preadv", piecewise(os.preadv))
+    monkeypatch.setattr(block_file.os, "pwritev", piecewise(os.pwritev))
+    monkeypatch.setattr(block_file.os, "preadv", piecewise(os.preadv))
     with sides(ROW, tmp_path) as both:
         assert both.take(both.offer([5, 6, 7, 1]), [Move(0, 3), Move(1, 4), Move(3, 0)]) is FINISHED
         assert np.array_equal(both.target.memory[[3, 4, 0]], both.source.memory[[5, 6, 1]])
@@ -313,7 +434,7 @@ def test_so_many_sessions_and_bytes(tmp_path: Path) -> None:
     publisher = SharedDirPublisher(make_pool(SMALL, 16, 1), "p", told, tmp_path / "kv", limits)
     for name in ("a", "b", "c"):
         publisher.open(name)
-    with pytest.raises(Overloaded, match="3 KV sessions of 0 bytes"):
+    with pytest.raises(Overloaded, match="3 sessions of 0 bytes"):
         publisher.open("d")
     publisher.publish("a", [0, 1, 2])
     publisher.publish("b", [3, 4])  # beyond the limit: this one fails, and what it holds counts no more
@@ -323,7 +444,7 @@ def test_so_many_sessions_and_bytes(tmp_path: Path) -> None:
     handles = {name: publisher.seal(name) for name in ("a", "b", "c")}
     told.wait("b", SessionEvent.FREE)
     wait_until(lambda: publisher.statistics()["sessions"] == 2, "the failed session stays")
-    with pytest.raises(Overloaded, match="2 KV sessions of 4096 bytes"):
+    with pytest.raises(Overloaded, match="2 sessions of 4096 bytes"):
         publisher.open("d")
     pool = make_pool(SMALL, 16, 2)
     fetcher = SharedDirFetcher(pool, "c", tmp_path / "kv", 60)

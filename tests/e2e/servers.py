@@ -75,6 +75,8 @@ class Engine(NamedTuple):
     address: str
     """Of its gRPC server."""
     process: subprocess.Popen[str]
+    metrics: str = ""
+    """Of its metrics page, where it was started with one."""
 
 
 @contextmanager
@@ -86,11 +88,15 @@ def engine(model: str = "demo", *flags: str, host: str = "127.0.0.1") -> Iterato
 
 @contextmanager
 def engine_process(
-    model: str = "demo", *flags: str, host: str = "127.0.0.1", environment: dict[str, str] | None = None
+    model: str = "demo",
+    *flags: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Engine]:
-    """``triptych engine MODEL`` on a free port, which a test may also end by itself."""
+    """``triptych engine MODEL``, on a free port if none is named, which a test may also end by itself."""
     process = subprocess.Popen(
-        [*COMMAND, "engine", model, "--grpc", f"{host}:0", "--announce", *flags],
+        [*COMMAND, "engine", model, "--grpc", f"{host}:{port}", "--announce", *flags],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
@@ -103,7 +109,7 @@ def engine_process(
                 break
         else:
             raise RuntimeError(f"the engine ended early with exit code {process.wait()}")
-        yield Engine(said["grpc"], process)
+        yield Engine(said["grpc"], process, said["metrics"] or "")
     finally:
         _end(process, signal.SIGTERM)
 

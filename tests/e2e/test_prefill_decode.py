@@ -7,14 +7,15 @@ import os
 import signal
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import httpx
 import pytest
 
-from tests.drawings import data_uri, shape_png
+from tests.drawings import shape_png
 from tests.e2e.plain_client import client, idle
+from tests.e2e.questions import SECONDS, ask, body, colour_of, processes_of
 from tests.e2e.servers import engine_process, gateway, run, serving
 from triptych.wire.gen import error_pb2, kv_pb2, lifecycle_pb2
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from tests.e2e.servers import Served
 
 COLOURS = ("red", "blue", "green")
-SECONDS = 60.0
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +37,6 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(kv: Path) -> Iterator[Served]:
     with serving("demo", "--topology", "p+d", "--kv-directory", str(kv)) as running:
         yield running
-
-
-def body(question: str, *pngs: bytes, **more: Any) -> dict[str, Any]:
-    parts: list[dict] = [{"type": "image_url", "image_url": {"url": data_uri(png)}} for png in pngs]
-    content = [*parts, {"type": "text", "text": question}]
-    return {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": content}]} | more
-
-
-def ask(url: str, asked: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=SECONDS)
-
-
-def colour_of(url: str, colour: str) -> httpx.Response:
-    return ask(url, body("what colour is the circle?", shape_png("circle", colour)))
 
 
 def alive(pid: int) -> bool:
@@ -85,8 +70,7 @@ def test_answers_are_those_of_one_engine(served: Served) -> None:
 
 def test_a_timeline_shows_both_engines(served: Served) -> None:
     answer = ask(served.url, body("what shape is this?", shape_png("square", "teal", 123))).json()  # not seen before
-    spans = httpx.get(f"{served.url}/v1/timeline/{answer['id']}").json()["spans"]
-    names = {(span["process"].partition(" ")[0], span["name"]) for span in spans}
+    names = processes_of(served.url, answer["id"])
     assert {("prefill", "encode"), ("prefill", "prefill"), ("decode", "decode"), ("gateway", "request")} <= names
     assert ("decode", "encode") not in names
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from triptych.core.handles import KvHandle
-    from triptych.transport.contract import KvPool, Move
+    from triptych.transport.contract import BlockMemory, Move
 
 
 class SlowFetcher:
     """Moves on a thread of its own, once it is let; what was cancelled by then is moved all the same."""
 
-    def __init__(self, pool: KvPool, exchange: MemoryExchange) -> None:
+    def __init__(self, pool: BlockMemory, exchange: MemoryExchange) -> None:
         self._inner = MemoryFetcher(pool, exchange)
         self.open = threading.Event()
         self.open.set()
@@ -53,20 +53,25 @@ class SlowFetcher:
         self, handle: KvHandle, moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
     ) -> SlowFetcher:
         self.begun += 1
-        self.threads.append(threading.Thread(target=self._move, args=(handle, moves, done)))
+        self.threads.append(threading.Thread(target=self._move, args=(handle, moves, seconds, done)))
         self.threads[-1].start()
         return self
 
-    def _move(self, handle: KvHandle, moves: Sequence[Move], done: Callable[[FetchResult], None]) -> None:
+    def _move(
+        self, handle: KvHandle, moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
+    ) -> None:
         assert self.open.wait(PATIENCE)
         time.sleep(random.random() / 500)
         if self.broken:
             done(FetchResult(FetchOutcome.FAILED, "the wire broke"))
         else:
-            self._inner.fetch(handle, moves, 0.0, done)
+            self._inner.fetch(handle, moves, seconds, done)
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+    def statistics(self) -> dict[str, float]:
+        return self._inner.statistics()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -154,6 +159,20 @@ def shown(name: str, picture: int, rows: int) -> Request:
     return request(
         name, [10] * (rows + 5), [item(picture, (2, rows))], stopping=stopping, sampling=Sampling(seed=picture)
     )
+
+
+def test_what_the_transports_hold_is_among_the_numbers() -> None:
+    made = shown("a", 1, 20)
+    with running() as pair:
+        (rest,) = pair.compute([made])
+        blocks, size = -(-len(made.plan) // 16), pair.prefill.bench.kv.layout.block_bytes
+        waiting = pair.prefill.engine.statistics()["kv_publisher"]
+        assert (waiting["sessions"], waiting["bytes"]) == (1, blocks * size)
+        pair.decode.engine.submit([rest])
+        assert isinstance(pair.decode.end("a"), Finished)
+        taken = pair.prefill.engine.statistics()["kv_publisher"]
+        assert (taken["sessions"], taken["bytes"]) == (0, 0)
+        assert pair.decode.engine.statistics()["kv_fetcher"]["moved_bytes"] == blocks * size
 
 
 def test_answers_are_those_given_alone() -> None:

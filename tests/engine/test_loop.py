@@ -85,6 +85,9 @@ class Gate:
             raise self.error
         return self._runner.run(plan)
 
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return self._runner.statistics()
+
 
 class Running:
     def __init__(self, **changes: object) -> None:

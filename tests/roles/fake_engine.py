@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.config import MediaLimits
 from triptych.core.errors import Overloaded, TriptychError
-from triptych.core.events import Finished, FinishReason, Prefilled, Tokens, Usage
-from triptych.core.handles import KvHandle, KvLayout
+from triptych.core.events import Encoded, Finished, FinishReason, Prefilled, RowsGone, Tokens, Usage
+from triptych.core.handles import Handle, KvLayout, RowLayout
 from triptych.core.load import Load
 from triptych.core.session import FirstToken
 from triptych.processors.registry import load_processor
@@ -19,24 +19,28 @@ from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
 from triptych.roles.decode import Decode
 from triptych.roles.desk import Desk
+from triptych.roles.encoder import Encoder, RowFormat
 from triptych.roles.intake import Frontend, GrammarCompiler, Intake
+from triptych.roles.known_items import KnownItems
 from triptych.roles.leases import Leases
 from triptych.roles.live import LiveRequests
 from triptych.roles.prefill import Prefill
 from triptych.text.tokenizer import Tokenizer
+from triptych.transport.contract import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from triptych.core.adapter import Adapter, AdapterInfo
-    from triptych.core.events import EngineEvent
+    from triptych.core.events import EngineEvent, Span
     from triptych.core.kv_events import KvChange
-    from triptych.core.request import Request
+    from triptych.core.request import EncodeRequest, Request
     from triptych.transport.contract import SessionEvent
 
 CONTEXT = 400
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_size=8, block_size=16, dtype="float32", itemsize=4)
 MODEL = bytes(range(32))
+ROWS = RowFormat("fake", row_bytes=64, dtype="float32")
 
 
 @cache
@@ -122,7 +126,7 @@ class FakeEngine:
         assert session_id is not None
         for index, request in enumerate(requests):
             assert request.export == session_id
-            handle = KvHandle(session_id, "fake", "incarnation", LAYOUT, -(-len(request.plan) // 16), b"")
+            handle = Handle(session_id, "fake", "incarnation", LAYOUT, -(-len(request.plan) // 16), b"")
             self.say(
                 Prefilled(
                     request.request_id,
@@ -133,6 +137,19 @@ class FakeEngine:
                 )
             )
         return session_id
+
+    def encoded(
+        self, group: int = -1, *, gone: Collection[int] = (), spans: Sequence[tuple[Span, ...]] | None = None
+    ) -> list[str]:
+        """The rows of a group of items, but of those that are ``gone``; returns the outputs' names, all of them."""
+        requests: tuple[EncodeRequest, ...] = self.submitted[group]
+        for index, request in enumerate(requests):
+            if index in gone:
+                self.say(RowsGone(request.request_id))
+            else:
+                handle = Handle(request.export, "fake", "incarnation", RowLayout(65536), 1, b"")
+                self.say(Encoded(request.request_id, handle, () if spans is None else spans[index]))
+        return [request.export for request in requests]
 
 
 class Parts(NamedTuple):
@@ -151,6 +168,7 @@ def _parts(
     read: Callable[[AdapterInfo], Adapter] | None = None,
     kv_event_buffer: int = 16,
     vocab_size: int = 1024,
+    limits: MediaLimits | None = None,
 ) -> Parts:
     description = EngineDescription(
         role=role,
@@ -167,7 +185,8 @@ def _parts(
         kv_event_buffer=kv_event_buffer,
         kv_event_heartbeat=3600.0,
     )
-    intake = Intake(frontend(vocab_size), Adapters(read or _nothing, description.max_loras), compiler)
+    front = frontend(vocab_size) if limits is None else replace(frontend(vocab_size), limits=limits)
+    intake = Intake(front, Adapters(read or _nothing, description.max_loras), compiler)
     return Parts(description, intake, LiveRequests(engine, frontend().tokenizer, description.max_num_sequences))
 
 
@@ -200,6 +219,24 @@ def fake_both(engine: FakeEngine, *, seconds: float = 3600, vocab_size: int = 20
     prefill = Prefill(intake, engine, live, leases, MODEL)
     decode = Decode(intake, engine, live, Aggregated(intake, engine, live), LAYOUT, MODEL)
     return Desk(description, intake, engine, live, Aggregated(intake, engine, live, prefill, decode), leases)
+
+
+def fake_encoder(
+    engine: FakeEngine,
+    *,
+    seconds: float = 3600,
+    state: Callable[[str], SessionState] = lambda _: SessionState.WAITING,
+    known: KnownItems | None = None,
+    limits: MediaLimits | None = None,
+) -> Desk:
+    """The encoder role; what its transport says goes through ``engine.tell``, how its outputs stand by ``state``."""
+    description, intake, live = _parts(engine, RoleName.ENCODER, kv_event_buffer=0, vocab_size=2048, limits=limits)
+    leases = Leases(engine, seconds, state)
+    engine.tell = leases.tell
+    known = known or KnownItems()
+    encoder = Encoder(intake, engine, live, leases, known, ROWS)
+    description = replace(description, encodes=True, row_backend=ROWS.backend)
+    return Desk(description, intake, engine, live, encoder, leases, known)
 
 
 def _nothing(info: AdapterInfo) -> Adapter:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.drawings import shape_png
 from tests.roles.fake_engine import LAYOUT, MODEL, frontend
-from triptych.core.handles import KvHandle
+from triptych.core.handles import Handle
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.core.session import FirstToken, KvSession
@@ -47,7 +47,7 @@ def session(plan: PromptPlan | None, *, tokens: int | None = None, outputs: int 
     """Of a prompt of ``tokens``, the plan's unless said otherwise."""
     count = tokens or len(plan or ())
     plain = KvSession(
-        handle=KvHandle("s", "fake", "elsewhere", LAYOUT, -(-count // LAYOUT.block_size), b""),
+        handle=Handle("s", "fake", "elsewhere", LAYOUT, -(-count // LAYOUT.block_size), b""),
         plan=plan,
         first=tuple(FirstToken(70 + index) for index in range(outputs)),
         seed=99,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from tests.roles.running import Answered, ask_all
-from triptych.cli.assemble import Moves, aggregated, decode, load, prefill
+from triptych.cli.assemble import Moves, aggregated, decode, prefill
 from triptych.cli.flags import DEMO
+from triptych.cli.loaded import load
 from triptych.core.events import PrefillReady, Prompt
 from triptych.core.session import KvSession
 from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
@@ -20,11 +21,11 @@ from triptych.wire.gen import kv_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
     from triptych.cli.options import EngineOptions
     from triptych.core.request import GenerateRequest
     from triptych.roles.desk import Desk
-    from triptych.transport.contract import KvPool, SessionEvent
+    from triptych.transport.contract import BlockMemory, SessionEvent
 
 CODEC = SessionCodec()
 
@@ -53,10 +54,12 @@ class Memory:
     def __init__(self) -> None:
         self.exchange = MemoryExchange()
 
-    def publisher(self, pool: KvPool, instance_id: str, tell: Callable[[str, SessionEvent], None]) -> MemoryPublisher:
+    def publisher(
+        self, pool: BlockMemory, instance_id: str, tell: Callable[[str, SessionEvent], None]
+    ) -> MemoryPublisher:
         return MemoryPublisher(pool, instance_id, tell, self.exchange)
 
-    def fetcher(self, pool: KvPool, instance_id: str) -> MemoryFetcher:
+    def fetcher(self, pool: BlockMemory, instance_id: str) -> MemoryFetcher:
         return MemoryFetcher(pool, self.exchange)
 
 

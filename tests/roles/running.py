@@ -6,8 +6,9 @@ import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triptych.cli.assemble import LoadedModel, aggregated, load
+from triptych.cli.assemble import aggregated
 from triptych.cli.flags import DEMO
+from triptych.cli.loaded import LoadedModel, load
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
 from triptych.core.events import Failed, Finished, Prompt, Tokens, is_terminal

@@ -33,7 +33,7 @@ from triptych.roles.contract import AbortOutcome, HealthState
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
     from triptych.roles.desk import Desk
 
 CHOSEN = options()

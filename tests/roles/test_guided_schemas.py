@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.checkpoints import write_checkpoint
 from tests.engine.json_schemas import SCHEMAS
 from tests.roles.running import ask, options, running
-from triptych.cli.assemble import load
+from triptych.cli.loaded import load
 from triptych.core.events import EosToken, Finished, FinishReason
 from triptych.core.guide import Guide, GuideKind
 from triptych.core.request import GenerateRequest, Sampling, Stopping

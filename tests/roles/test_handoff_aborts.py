@@ -75,11 +75,13 @@ class Storm:
     async def leave_prefill(self, request: GenerateRequest) -> None:
         answer = await self.pair.prefill.accept(request)
         await self.moment()
+        self.tally["left"] += 1
         await answer.aclose()
 
     async def abort_prefill(self, request: GenerateRequest) -> None:
         answer = await self.pair.prefill.accept(request)
         await self.moment()
+        self.tally["aborted by id"] += 1
         await self.pair.prefill.abort(request.request_id)
         end = [event async for event in answer][-1]
         assert isinstance(end, Finished)
@@ -89,12 +91,14 @@ class Storm:
     async def abort_session(self, request: GenerateRequest) -> None:
         session = await self.begun(request)
         await self.moment()
+        self.tally["aborted by session"] += 1
         await self.pair.prefill.abort_session(session.handle.session_id)
         await self.pair.prefill.abort_session(session.handle.session_id)
 
     async def abort_by_id(self, request: GenerateRequest) -> None:
         await self.begun(request)
         await self.moment()
+        self.tally["aborted by id"] += 1
         await self.pair.prefill.abort(request.request_id)
 
     async def forget(self, request: GenerateRequest) -> None:
@@ -104,6 +108,7 @@ class Storm:
         session = await self.begun(request)
         accepting = asyncio.create_task(self.pair.decode.accept(replace(request, session=session, media=())))
         await self.moment()
+        self.tally["left"] += 1
         if accepting.cancel():
             with suppress(asyncio.CancelledError, *GONE):
                 await (await accepting).aclose()
@@ -117,25 +122,38 @@ class Storm:
         await self.moment()
         with suppress(RequestNotFound):
             await self.pair.decode.abort(request.request_id)
+            self.tally["aborted by id"] += 1
         with suppress(Cancelled, *GONE):
             await self.read(await accepting, request, None)
 
     async def leave_decode(self, request: GenerateRequest) -> None:
         answer = await self.taken(request)
         if answer is not None:
+            self.tally["left"] += 1
             await self.read(answer, request, self.rng.randrange(4))
 
     async def abort_decode(self, request: GenerateRequest) -> None:
         answer = await self.taken(request)
         if answer is not None:
             await self.moment()
+            self.tally["aborted by id"] += 1
             await self.pair.decode.abort(request.request_id)
+            await self.read(answer, request, None)
+
+    async def abort_session_of_decode(self, request: GenerateRequest) -> None:
+        session = await self.begun(request)
+        with suppress(*GONE):
+            answer = await self.pair.decode.accept(replace(request, session=session, media=()))
+            await self.moment()
+            self.tally["aborted by session"] += 1
+            await self.pair.prefill.abort_session(session.handle.session_id)
             await self.read(answer, request, None)
 
     async def both(self, request: GenerateRequest) -> None:
         session = await self.begun(request)
         accepting = asyncio.create_task(self.pair.decode.accept(replace(request, session=session, media=())))
         await self.moment()
+        self.tally["aborted by session"] += 1
         await self.pair.prefill.abort_session(session.handle.session_id)
         with suppress(*GONE):
             await self.read(await accepting, request, None)
@@ -194,16 +212,21 @@ PHASES: tuple[Callable[[Storm, GenerateRequest], Awaitable[None]], ...] = (
     Storm.abort_admission,
     Storm.leave_decode,
     Storm.abort_decode,
+    Storm.abort_session_of_decode,
     Storm.both,
     Storm.whole,
 )
+
+
+WAYS = ("left", "aborted by id", "aborted by session")
 
 
 async def healthy(role: Desk) -> bool:
     return all(check.state is HealthState.READY for check in await role.health(probe=True))
 
 
-async def check_storm(total: int, concurrency: int, seed: int) -> None:
+async def check_storm(total: int, concurrency: int, seed: int) -> Counter[str]:
+    """Returns how many requests ended in which way."""
     rng = random.Random(seed)
     models = load_models(options(max_running_requests=concurrency))
     async with running_pair(models, ttl=TTL) as pair:
@@ -230,16 +253,20 @@ async def check_storm(total: int, concurrency: int, seed: int) -> None:
         assert await healthy(pair.prefill)
         assert await healthy(pair.decode)
         await pair.idle()
+        return storm.tally
 
 
 async def test_a_hundred_and_some() -> None:
-    await check_storm(132, 12, seed=1)
+    tally = await check_storm(132, 12, seed=1)
+    assert set(tally) == {"answered", *WAYS}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_two_thousand() -> None:
-    await check_storm(2200, 24, seed=2)
+    tally = await check_storm(2700, 24, seed=2)
+    print(dict(tally))
+    assert sum(tally[way] for way in WAYS) >= 2000
 
 
 async def test_a_session_that_nobody_has_read_of_is_never_taken() -> None:

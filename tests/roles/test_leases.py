@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.core.errors import KvSessionNotFound
 from triptych.roles import leases as module
-from triptych.roles.contract import AbortOutcome
+from triptych.roles.contract import AbortOutcome, TransferOutcome
 from triptych.roles.leases import Leases
 from triptych.transport.contract import SessionEvent
 
@@ -81,6 +80,7 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
     leases, keeper, timers = begin()
     waiting: dict[str, Timer] = {}
     over: list[str] = []
+    taken: set[str] = set()
     freed: set[str] = set()
     expected = Counter(granted=0, taken=0, expired=0, withdrawn=0)
     withdrawn: list[str] = []
@@ -112,6 +112,8 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
                 leases.tell(session_id, SessionEvent.TAKEN)
                 if session_id in waiting:
                     end(session_id, "taken")
+                if session_id in over:
+                    taken.add(session_id)
             case "free" if session_id not in freed:
                 leases.tell(session_id, SessionEvent.FREE)
                 freed.add(session_id)
@@ -122,8 +124,7 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
                 elif session_id in over:
                     assert leases.abort(session_id) is AbortOutcome.ALREADY_FINISHED
                 else:
-                    with pytest.raises(KvSessionNotFound):
-                        leases.abort(session_id)
+                    assert leases.abort(session_id) is None
             case "abort_of":
                 assert leases.abort_of(request_id) == (session_id in waiting)
                 if session_id in waiting:
@@ -138,6 +139,10 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
                 assert leases.abort_all() == len(waiting)
                 for name in list(waiting):
                     end(name, "withdrawn")
+    for name in over:
+        assert leases.outcome(name) is (TransferOutcome.FINISHED if name in taken else TransferOutcome.FAILED)
+    for name in waiting:  # by the transport it is unknown: whether that is its end is not
+        assert leases.outcome(name) is TransferOutcome.IN_PROGRESS
     assert leases.waiting == len(waiting)
     assert leases.statistics() == {"waiting": len(waiting), **expected}
     assert keeper.withdrawn == withdrawn
@@ -153,8 +158,8 @@ def test_old_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         leases.grant(name, "r")
     assert leases.abort_all() == 5
     assert leases.abort(NAMES[-1]) is AbortOutcome.ALREADY_FINISHED
-    with pytest.raises(KvSessionNotFound):
-        leases.abort(NAMES[0])
+    assert leases.abort(NAMES[0]) is None
+    assert leases.outcome(NAMES[0]) is None
 
 
 def test_what_comes_after_the_loop_has_gone_is_nobodys() -> None:

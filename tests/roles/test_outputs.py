@@ -20,7 +20,7 @@ from triptych.roles.contract import AbortOutcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
     from triptych.core.step import StepPlan, StepResult
     from triptych.roles.desk import Desk
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from triptych.core.encoded import SealedReference
     from triptych.core.errors import TriptychError
     from triptych.core.request import GenerateRequest
     from triptych.core.session import SealedSession
@@ -49,7 +50,7 @@ class EngineTwin:
         self.script: list[Step] = [Tokens("any", (1,), "It is"), Tokens("any", (2,), " red"), finished()]
         self.requests: list[GenerateRequest] = []
         self.aborted: list[str] = []
-        """Names of requests and sessions."""
+        """Names of requests, sessions and encoder outputs."""
         self.waiting = asyncio.Event()
         """Set when an answer waits for a step of its script."""
         self.ended = asyncio.Event()
@@ -127,6 +128,10 @@ class EngineTwin:
     async def abort_session(self, session: SealedSession) -> None:
         """Take note."""
         self.aborted.append(session.session_id)
+
+    async def abort_reference(self, reference: SealedReference) -> None:
+        """Take note."""
+        self.aborted.append(reference.cache_id)
 
     async def close(self) -> None:
         """Take note."""

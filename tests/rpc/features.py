@@ -11,7 +11,8 @@ import pytest
 
 from tests.adapters import make_adapter
 from tests.drawings import data_uri, shape_png
-from triptych.wire.gen import encoder_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
+from triptych.wire.codec_reference import ReferenceCodec
+from triptych.wire.gen import encoder_pb2, error_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
 from triptych.wire.gen import generation_pb2 as g
 
 if TYPE_CHECKING:
@@ -45,6 +46,22 @@ class Engine(NamedTuple):
         assert events[-1].WhichOneof("event") == "finished", events[-1]
         assert [event.HasField("usage") for event in events].count(True) == 1
         return events
+
+    async def simplest(self, *, metadata: Any = (), **fields: Any) -> list[g.GenerateResponse]:
+        """The events of a request for the least that the engine does."""
+        if self.server.engine_role == server_pb2.ENGINE_ROLE_ENCODER:
+            return [await self.encode(self.inference, metadata=metadata, **fields)]
+        return await self.generate(metadata=metadata, **fields)
+
+    async def encode(self, inference: Any, *, metadata: Any = (), **fields: Any) -> g.GenerateResponse:
+        """What an encoder engine, this one or its peer, makes of one picture."""
+        item = g.MediaItem(modality=g.MODALITY_IMAGE, raw_bytes=PNG)
+        usual = {"prompt": PICTURE, "media": [item], "encoder": encoder_pb2.EncoderOptions()}
+        call = inference.Generate(self.asked(**(usual | fields)), metadata=metadata, timeout=SECONDS)
+        (event,) = [event async for event in call]
+        assert event.WhichOneof("event") == "encoder_ready", event
+        assert not event.HasField("usage")
+        return event
 
     @property
     def prefills(self) -> bool:
@@ -141,10 +158,10 @@ def output_logprobs(mode: int) -> Callable[[Engine], Awaitable[None]]:
 
 async def top_n_to_the_limit(engine: Engine) -> None:
     most = engine.model.generation.output_logprobs.max_top_n
-    assert most == engine.model.generation.prompt_logprobs.max_top_n > 0
     selection = g.CandidateTokenSelection(top_n=most)
     response = g.ResponseOptions(return_output_logprobs=True, output_candidates=selection)
     assert all(len(token.candidates) == most for token in tokens_of(await engine.generate(response=response)))
+    assert most == engine.model.generation.prompt_logprobs.max_top_n > 0
     selection = g.CandidateTokenSelection(top_n=most + 1)
     for response in (
         g.ResponseOptions(return_output_logprobs=True, output_candidates=selection),
@@ -260,8 +277,9 @@ async def use_of_an_adapter(engine: Engine) -> None:
 def picture(**source: Any) -> Callable[[Engine], Awaitable[None]]:
     async def use(engine: Engine) -> None:
         item = g.MediaItem(modality=g.MODALITY_IMAGE, **source)
-        events = await engine.generate(prompt=f"{PICTURE}what colour?", media=[item])
-        assert events[-1].usage.prompt_tokens > 16
+        events = await engine.simplest(prompt=f"{PICTURE}what colour?", media=[item])
+        if events[-1].WhichOneof("event") == "finished":
+            assert events[-1].usage.prompt_tokens > 16
 
     return use
 
@@ -321,15 +339,60 @@ async def session_abort(engine: Engine) -> None:
 
 
 async def produce(engine: Engine) -> None:
-    await engine.generate(encoder=encoder_pb2.EncoderOptions())
+    capabilities = engine.model.encoder
+    for backend in ("", *capabilities.transfer_backends):
+        event = await engine.encode(engine.inference, encoder=encoder_pb2.EncoderOptions(transfer_backend=backend))
+        (made,) = event.encoder_ready.encoder_cache
+        assert made.instance_id == engine.server.instance_id
+        assert made.transfer_backend in capabilities.transfer_backends
+        read = ReferenceCodec().decode(made)
+        assert read.fingerprint.hex() == capabilities.fingerprint
+        assert g.MODALITY_IMAGE in capabilities.modalities
+    other = encoder_pb2.EncoderOptions(transfer_backend="pigeons")
+    await refused(INVALID, engine.encode(engine.inference, encoder=other))
+
+
+async def new_output(engine: Engine) -> encoder_pb2.EncoderCacheRef:
+    """One that waits at an encoder; something like it, where the engine is none."""
+    if engine.model.encoder.producer:
+        return (await engine.encode(engine.inference)).encoder_ready.encoder_cache[0]
+    return encoder_pb2.EncoderCacheRef(cache_id="1")
 
 
 async def consume(engine: Engine) -> None:
-    await engine.generate(encoder_cache=[encoder_pb2.EncoderCacheRef(cache_id="1")])
+    if not engine.model.encoder.consumer:
+        await engine.generate(prompt=PICTURE, encoder_cache=[encoder_pb2.EncoderCacheRef(cache_id="1")])
+    ready = (await engine.encode(engine.peer)).encoder_ready
+    assert ready.encoder_cache[0].transfer_backend in engine.model.encoder.transfer_backends
+    assert ReferenceCodec().decode(ready.encoder_cache[0]).fingerprint.hex() == engine.model.encoder.fingerprint
+    asked = {"prompt": f"{PICTURE}what colour?", "encoder_cache": ready.encoder_cache}
+    events = await engine.generate(**asked)
+    assert events[-1].usage.prompt_tokens > 16
+    (spent,) = [event async for event in engine.inference.Generate(engine.asked(**asked), timeout=SECONDS)]
+    assert (spent.error.code, spent.error.retryable) == (error_pb2.ERROR_CODE_KV_SESSION_NOT_FOUND, True)
+    changed = encoder_pb2.EncoderCacheRef.FromString(ready.encoder_cache[0].SerializeToString())
+    changed.cache_id = "2"
+    await refused(INVALID, engine.generate(prompt=PICTURE, encoder_cache=[changed]))
 
 
-async def transfer(engine: Engine) -> None:
-    await engine.control.TransferEncoderCache(encoder_pb2.TransferEncoderCacheRequest(), timeout=SECONDS)
+async def output_abort(engine: Engine) -> None:
+    target = lifecycle_pb2.AbortRequest(encoder_cache=await new_output(engine))
+    for status in (lifecycle_pb2.ABORT_STATUS_ABORTED, lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED):
+        assert (await engine.control.Abort(target, timeout=SECONDS)).status == status
+    target.encoder_cache.cache_id = "unknown"
+    await refused(INVALID, engine.control.Abort(target, timeout=SECONDS))
+
+
+async def output_outcome(engine: Engine) -> None:
+    made = await new_output(engine)
+    question = encoder_pb2.TransferEncoderCacheRequest(
+        encoder_cache=made, transfer_id="transfer", consumer_instance_id="consumer"
+    )
+    for outcome in (encoder_pb2.TRANSFER_OUTCOME_NOT_STARTED, encoder_pb2.TRANSFER_OUTCOME_FAILED):
+        for _ in range(2):
+            answer = await engine.control.TransferEncoderCache(question, timeout=SECONDS)
+            assert answer.outcome == outcome
+        await engine.control.Abort(lifecycle_pb2.AbortRequest(encoder_cache=made), timeout=SECONDS)
 
 
 async def kv_events(engine: Engine) -> None:
@@ -351,6 +414,9 @@ async def whole_window(engine: Engine) -> None:
 async def capacity(engine: Engine) -> None:
     load = await engine.control.GetLoad(server_pb2.GetLoadRequest(include_per_rank=True), timeout=SECONDS)
     said = engine.server.capacity
+    if engine.server.engine_role == server_pb2.ENGINE_ROLE_ENCODER:
+        assert not any(part.HasField("total_kv_blocks") for part in (said, load, *load.ranks))
+        return
     assert load.total_kv_blocks == said.total_kv_blocks > 0
     assert [rank.data_parallel_rank for rank in load.ranks] == [0]
     assert said.kv_block_size * said.total_kv_blocks >= engine.model.max_context_length
@@ -358,16 +424,16 @@ async def capacity(engine: Engine) -> None:
 
 async def other_rank(engine: Engine) -> None:
     ranks = engine.server.parallelism.data_parallel_size
-    await engine.generate(metadata=(("openengine-target-dp-rank", f"{ranks - 1}"),))
-    await refused(INVALID, engine.generate(metadata=(("openengine-target-dp-rank", f"{ranks}"),)))
+    await engine.simplest(metadata=(("openengine-target-dp-rank", f"{ranks - 1}"),))
+    await refused(INVALID, engine.simplest(metadata=(("openengine-target-dp-rank", f"{ranks}"),)))
 
 
 async def names(engine: Engine) -> None:
     for name in (*engine.server.supported_models, engine.model.model_id, *engine.model.served_model_aliases):
-        await engine.generate(model=name)
+        await engine.simplest(model=name)
         found = await engine.control.GetModelInfo(model_pb2.GetModelInfoRequest(model=name), timeout=SECONDS)
         assert found == engine.model
-    await refused(grpc.StatusCode.NOT_FOUND, engine.generate(model="another"))
+    await refused(grpc.StatusCode.NOT_FOUND, engine.simplest(model="another"))
 
 
 async def shutdown_of_another_start(engine: Engine) -> None:
@@ -389,8 +455,8 @@ def always(_: Engine) -> bool:
     return True
 
 
-def never(_: Engine) -> bool:
-    return False
+def generates(engine: Engine) -> bool:
+    return bool(engine.model.HasField("generation"))
 
 
 def logprob_features() -> dict[str, Feature]:
@@ -453,6 +519,7 @@ IMAGES = (
     "MultimodalCapabilities.aggregate_modalities",
     "MultimodalCapabilities.prefill_decode_modalities",
     "MultimodalCapabilities.source_types",
+    "EncoderCapabilities.requires_handoff",
 )
 
 FEATURES: dict[str, Feature] = {
@@ -460,7 +527,9 @@ FEATURES: dict[str, Feature] = {
     "token ids": Feature(
         ("ModelInfo.supports_token_ids_input",), lambda e: e.model.supports_token_ids_input, by_token_ids
     ),
-    "window": Feature(("ModelInfo.max_context_length",), always, whole_window),
+    "window": Feature(
+        ("ModelInfo.max_context_length",), lambda e: e.model.HasField("max_context_length"), whole_window
+    ),
     "names": Feature(
         (
             "ModelInfo.model_id",
@@ -471,7 +540,7 @@ FEATURES: dict[str, Feature] = {
         always,
         names,
     ),
-    "several outputs": Feature(("GenerationCapabilities.max_num_sequences",), always, several_outputs),
+    "several outputs": Feature(("GenerationCapabilities.max_num_sequences",), generates, several_outputs),
     "priority": Feature(
         ("GenerationCapabilities.supports_priority",), lambda e: e.model.generation.supports_priority, priority
     ),
@@ -530,13 +599,21 @@ FEATURES: dict[str, Feature] = {
         session_abort,
     ),
     "encoder output": Feature(
-        ("ModelInfo.encoder", "EncoderCapabilities.producer"), lambda e: e.model.encoder.producer, produce
+        (
+            *("ModelInfo.encoder", "EncoderCapabilities.producer", "EncoderCapabilities.transfer_backends"),
+            *("EncoderCapabilities.modalities", "EncoderCapabilities.fingerprint"),
+        ),
+        lambda e: e.model.encoder.producer,
+        produce,
     ),
     "encoder input": Feature(
         ("ModelInfo.encoder", "EncoderCapabilities.consumer"), lambda e: e.model.encoder.consumer, consume
     ),
-    "encoder transfer": Feature(
-        ("EncoderCapabilities.transfer_backends",), lambda e: bool(e.model.encoder.transfer_backends), transfer
+    "abort of an output": Feature(
+        ("EncoderCapabilities.supports_abort_cleanup",), lambda e: e.model.encoder.supports_abort_cleanup, output_abort
+    ),
+    "outcome of an output": Feature(
+        ("EncoderCapabilities.producer",), lambda e: e.model.encoder.producer, output_outcome
     ),
     "kv events": Feature(
         ("ServerInfo.extra",),

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 DATA = "data:image/png;base64,AAAA"
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "what colour?"}]}
 PICTURE = {"type": "image_url", "image_url": {"url": DATA}}
+TEXT = [{"role": "user", "content": "what colour?"}]
+WITH_PICTURE = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "what colour?"}]}]
+
+
+def picture(number: int) -> dict[str, Any]:
+    """One of many different pictures, by its URI."""
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,AA{number:02d}"}}
+
+
+def uri(number: int) -> str:
+    """Of one of them."""
+    url: str = picture(number)["image_url"]["url"]
+    return url
+
+
+def asking(*numbers: int) -> list[dict[str, Any]]:
+    """A question about some pictures; the i-th is content part i."""
+    return [{"role": "user", "content": [*map(picture, numbers), {"type": "text", "text": "what colour?"}]}]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -42,18 +60,27 @@ class Running:
         """Wait until the gateway has seen an engine in a state."""
         await until(lambda: self.gateway.router.engines[index].state.value == state)
 
+    async def all_ready(self) -> None:
+        """Wait until every engine was seen to be ready."""
+        for index in range(len(self.gateway.router.engines)):
+            await self.state(index, "ready")
+
     def nothing_is_held(self) -> bool:
         return not (
             self.gateway.workers.pending
+            or self.gateway.router.aborts.running
             or self.gateway.chat.bytes_held.held
             or any(engine.in_flight for engine in self.gateway.router.engines)
         )
 
 
 @asynccontextmanager
-async def running(*twins: EngineTwin, limits: GatewayLimits | None = None) -> AsyncIterator[Running]:
+async def running(
+    *twins: EngineTwin, limits: GatewayLimits | None = None, whole: bool = True
+) -> AsyncIterator[Running]:
+    """``whole``: the twins can answer what their model takes, or all are down."""
     async with Gateway(twins, limits) as gateway:
-        if any(twin.down is None for twin in twins):
+        if whole and any(twin.down is None for twin in twins):
             await gateway.router.wait_ready()
         transport = httpx.ASGITransport(gateway.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:

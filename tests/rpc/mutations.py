@@ -170,12 +170,12 @@ def _generate(rng: random.Random, target: Target, request_id: str) -> Case:
     message = _base(rng, target, request_id)
     story: list[str] = []
     if rng.random() < 0.8:
-        story += [_mutate(rng, message) for _ in range(rng.choice([1, 1, 1, 2, 4]))]
+        story += [mutate(rng, message) for _ in range(rng.choice([1, 1, 1, 2, 4]))]
     _bound(message)
     data = message.SerializeToString(deterministic=True)
     if rng.random() < 0.2:
         other = _base(rng, target, request_id).SerializeToString(deterministic=True)
-        data = _bounded(_mutate_bytes(rng, data, other, story))
+        data = _bounded(mutate_bytes(rng, data, other, story))
     return Case("Generate", data[:MAX_BYTES], _metadata(rng, story), request_id, ", ".join(story) or "unchanged")
 
 
@@ -196,15 +196,15 @@ def _abort(rng: random.Random, recent: list[str]) -> Case:
         case _:
             message.request_id = rng.choice(recent)
     if rng.random() < 0.4:
-        story.append(_mutate(rng, message))
+        story.append(mutate(rng, message))
     data = message.SerializeToString(deterministic=True)
     if rng.random() < 0.2:
-        data = _mutate_bytes(rng, data, data, story)
+        data = mutate_bytes(rng, data, data, story)
     story.insert(0, f"abort {message.WhichOneof('target')}")
     return Case("Abort", data[:MAX_BYTES], _metadata(rng, story), "", ", ".join(story))
 
 
-def _mutate(rng: random.Random, message: Any) -> str:
+def mutate(rng: random.Random, message: Any) -> str:
     """Change one field somewhere inside; says which and how."""
     path = []
     while True:
@@ -320,7 +320,7 @@ def _mutate_struct(rng: random.Random, message: Any) -> str:
     return f"{key!r} = {value!r:.40}"
 
 
-def _mutate_bytes(rng: random.Random, data: bytes, other: bytes, story: list[str]) -> bytes:
+def mutate_bytes(rng: random.Random, data: bytes, other: bytes, story: list[str]) -> bytes:
     changed = bytearray(data)
     kind = rng.choice(["flipped", "cut", "doubled", "inserted", "joined", "surrogate", "random"])
     story.append(f"bytes {kind}")

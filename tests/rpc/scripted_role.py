@@ -11,6 +11,7 @@ from triptych.core.errors import (
     AdapterNotFound,
     DuplicateRequest,
     KvSessionNotFound,
+    ReferenceNotFound,
     RequestNotFound,
     TriptychError,
 )
@@ -24,6 +25,7 @@ from triptych.roles.contract import (
     Load,
     ModelDescription,
     RoleName,
+    TransferOutcome,
 )
 
 if TYPE_CHECKING:
@@ -129,6 +131,8 @@ class ScriptedRole:
     """Those that wait for a decode engine."""
     gone: set[str] = field(default_factory=set)
     """Those that were let go."""
+    outputs: dict[str, TransferOutcome] = field(default_factory=dict)
+    """Of an encoder, and what has become of them."""
 
     @property
     def model(self) -> ModelDescription:
@@ -200,6 +204,17 @@ class ScriptedRole:
         if session_id in self.gone:
             return AbortOutcome.ALREADY_FINISHED
         raise KvSessionNotFound(f"no KV session {session_id!r}")
+
+    async def abort_rows(self, cache_id: str) -> AbortOutcome:
+        waits = self.transfer_outcome(cache_id) is TransferOutcome.NOT_STARTED
+        if waits:
+            self.outputs[cache_id] = TransferOutcome.FAILED
+        return AbortOutcome.ABORTED if waits else AbortOutcome.ALREADY_FINISHED
+
+    def transfer_outcome(self, cache_id: str) -> TransferOutcome:
+        if cache_id not in self.outputs:
+            raise ReferenceNotFound(f"no encoder output {cache_id!r}")
+        return self.outputs[cache_id]
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.loras)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.references import reference
 from tests.rpc.scripted_role import SPANS, ScriptedRole, answer
 from tests.sessions import plan, session
 from triptych.core.errors import (
@@ -23,17 +24,21 @@ from triptych.core.errors import (
     ModelNotFound,
     Overloaded,
     PromptTooLong,
+    ReferenceMismatch,
+    ReferenceNotFound,
     RoleMismatch,
+    RowTransferFailed,
     SessionMismatch,
     TriptychError,
     Unauthenticated,
     UnsupportedFeature,
 )
-from triptych.core.events import Failed, Finished, PrefillReady, Tokens, Usage
+from triptych.core.events import EncoderReady, Failed, Finished, PrefillReady, Tokens, Usage
 from triptych.core.media import MediaItem, Modality, RawBytes
-from triptych.core.request import GenerateRequest
+from triptych.core.request import EncodeOptions, GenerateRequest
 from triptych.core.session import KvSession, SealedSession
 from triptych.wire.channel import EngineChannel
+from triptych.wire.codec_reference import ReferenceCodec, seal_reference
 from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import error_pb2, generation_pb2, kv_pb2
 from triptych.wire.limits import LARGE_MESSAGE
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
 
 SECONDS = 20.0
 REQUEST = GenerateRequest("r", "scripted", "hi")
+ENCODE = replace(REQUEST, encode=EncodeOptions(), media=(MediaItem(Modality.IMAGE, RawBytes(b"x")),) * 2)
 
 
 async def test_an_answer_arrives_as_core_events_with_its_spans(serve: Serve) -> None:
@@ -70,6 +76,9 @@ ERRORS = [
     KvSessionNotFound("wrong"),
     KvTransferFailed("wrong"),
     SessionMismatch("wrong"),
+    ReferenceNotFound("wrong"),
+    RowTransferFailed("wrong"),
+    ReferenceMismatch("wrong"),
     Unauthenticated("wrong"),
     Internal("wrong"),
 ]
@@ -224,6 +233,44 @@ async def test_a_prompt_that_is_handed_over_unasked_breaks_the_contract(foreign:
     channel = await foreign(ready)
     with pytest.raises(Internal, match="an answer was asked for"):
         await channel.generate(REQUEST)
+
+
+async def test_references_go_from_one_engine_to_another_as_they_came(serve: Serve, foreign: Foreign) -> None:
+    made = [ReferenceCodec().encode(reference(name=name)) for name in ("b", "a")]
+    encoder = await foreign(generation_pb2.GenerateResponse(request_id="r", encoder_ready={"encoder_cache": made}))
+    (event,) = await collect(encoder, ENCODE)
+    assert isinstance(event, EncoderReady)
+    consumer = await serve()
+    await collect(consumer.channel, replace(REQUEST, references=event.references))
+    (received,) = consumer.role.requests
+    assert received.references == event.references == tuple(map(seal_reference, made))
+
+
+CACHED = {"encoder_ready": {"encoder_cache": [{"cache_id": "1"}]}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "fields", "why"),
+    [
+        (REQUEST, CACHED, "that was not asked for"),
+        (replace(REQUEST, handoff=True), CACHED, "that was not asked for"),
+        (ENCODE, CACHED, r"sent 1 encoder references for 2 media item\(s\)"),
+        (ENCODE, {"encoder_ready": {}}, "sent 0 encoder references for 2"),
+        (
+            ENCODE,
+            {"token": {"output_index": 0, "tokens": [{}]}},
+            "to encode the media and did something else",
+        ),
+        (ENCODE, {"prompt": {"tokens": [{}]}}, "did something else"),
+        (ENCODE, {"prefill_ready": {"kv_session": {"session_id": "1"}}}, "did something else"),
+    ],
+)
+async def test_an_engine_encodes_when_it_is_asked_and_everything_it_is_asked(
+    foreign: Foreign, request_: GenerateRequest, fields: dict[str, Any], why: str
+) -> None:
+    channel = await foreign(generation_pb2.GenerateResponse(request_id="r", **fields))
+    with pytest.raises(Internal, match=why):
+        await channel.generate(request_)
 
 
 async def test_a_failure_that_another_engine_calls_retryable_stays_so(foreign: Foreign) -> None:

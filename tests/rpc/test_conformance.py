@@ -7,40 +7,39 @@ walks the messages: no field that promises something is without a feature.
 
 from __future__ import annotations
 
-import uuid
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from tests.checkpoints import write_checkpoint
-from triptych.cli.assemble import ROLES, Moves, load
+from tests.rpc.features import FEATURES, INVALID, SAID_ONLY, SECONDS, Engine, refused
+from tests.rpc.real_engines import Build, listen
 from triptych.cli.flags import model_directory
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
 from triptych.roles.contract import RoleName
-from triptych.rpc.server import serve_role
-from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
+from triptych.transport.memory import MemoryExchange
 from triptych.wire.gen import kv_pb2, lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from triptych.transport.contract import KvPool
-
-from tests.rpc.features import FEATURES, INVALID, SAID_ONLY, SECONDS, Engine, refused
-
+ENCODER = server_pb2.ENGINE_ROLE_ENCODER
 SMALL: dict[str, Any] = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256}
 ENGINES: dict[str, dict[str, Any]] = {
     "everything": {"max_running_requests": 8},
     "little": {"max_running_requests": 1, "max_loras": 0, "kv_events": False},
     "prefill": {"max_running_requests": 8, "max_loras": 0},
     "decode": {"max_running_requests": 8, "max_loras": 0},
+    "encoder": {},
+    "consumer": {"max_running_requests": 8, "max_loras": 0},
 }
-PAIR = {"prefill": RoleName.DECODE, "decode": RoleName.PREFILL}
+OWN = {"everything": RoleName.AGGREGATED, "little": RoleName.AGGREGATED, "consumer": RoleName.AGGREGATED}
+"""The role of an engine that is not named for it."""
+PEERS = {"prefill": RoleName.DECODE, "decode": RoleName.PREFILL, "consumer": RoleName.ENCODER}
 """The role of the engine beside it."""
 
 
@@ -58,9 +57,10 @@ async def serve(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, clean
         model = str(write_checkpoint("qwen3", scratch / "model"))
         monkeypatch.setattr("triptych.cli.assemble.guided_available", lambda: False)
     options, exchange = EngineOptions(**SMALL, **ENGINES[kind]), MemoryExchange()
-    own = RoleName(kind) if kind in PAIR else RoleName.AGGREGATED
-    channel = await listen(own, model, options, exchange, cleanup)
-    peer = await listen(PAIR[kind], model, options, exchange, cleanup) if kind in PAIR else None
+    own = OWN.get(kind) or RoleName(kind)
+    build = Build(model, options, exchange, requires_rows=kind == "consumer")
+    channel = await listen(own, build, cleanup)
+    peer = await listen(PEERS[kind], build, cleanup) if kind in PEERS else None
     control = openengine_pb2_grpc.ControlStub(channel)
     info = await control.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=SECONDS)
     described = await control.GetModelInfo(
@@ -71,42 +71,11 @@ async def serve(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, clean
     return Engine(inference, control, described, info, model_directory(model), scratch, beside)
 
 
-class Memory:
-    """KV between engines of this process."""
-
-    backend = "memory"
-
-    def __init__(self, exchange: MemoryExchange) -> None:
-        self._exchange = exchange
-
-    def publisher(self, pool: KvPool, instance_id: str, tell: Any) -> MemoryPublisher:
-        return MemoryPublisher(pool, instance_id, tell, self._exchange)
-
-    def fetcher(self, pool: KvPool, instance_id: str) -> MemoryFetcher:
-        return MemoryFetcher(pool, self._exchange)
-
-
-async def listen(
-    name: RoleName, model: str, options: EngineOptions, exchange: MemoryExchange, cleanup: AsyncExitStack
-) -> Any:
-    """A channel to an engine."""
-    loaded = load(model, options, lambda done, total: None, tower=name is not RoleName.DECODE)
-    moves = None if name is RoleName.AGGREGATED else Moves(Memory(exchange), 60)
-    if moves is not None:
-        cleanup.callback(moves.close)
-    role = ROLES[name](loaded, uuid.uuid4().hex, moves, check=True)
-    cleanup.push_async_callback(role.drain, 0)
-    server = await serve_role(role, "127.0.0.1", 0, on_shutdown=lambda grace: True)
-    cleanup.push_async_callback(server.stop, None)
-    channel = grpc.aio.insecure_channel(server.address)
-    cleanup.push_async_callback(channel.close)
-    return channel
-
-
 async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) -> None:
-    # What belongs to the other engine of a pair is refused as such.
-    paired = served.server.engine_role != server_pb2.ENGINE_ROLE_AGGREGATED
-    other_role = (INVALID,) if paired else ()
+    # What belongs to another engine of those that work together is refused as such.
+    role = served.server.engine_role
+    alone = role == server_pb2.ENGINE_ROLE_AGGREGATED and not served.model.HasField("encoder")
+    other_role = () if alone else (INVALID,)
     tried = set()
     for name, feature in FEATURES.items():
         advertised = feature.advertised(served)
@@ -121,9 +90,12 @@ async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) 
         tried.add((name, advertised))
     offered = {name for name, advertised in tried if advertised}
     # The engines differ, or the test would be blind on one side.
-    assert ("session that is taken" in offered) == (served.server.engine_role == server_pb2.ENGINE_ROLE_DECODE)
+    assert ("session that is taken" in offered) == (role == server_pb2.ENGINE_ROLE_DECODE)
     assert ("session that is made" in offered) == ("abort of a session" in offered) == served.prefills
-    if served.server.engine_role == server_pb2.ENGINE_ROLE_AGGREGATED:
+    assert ("encoder output" in offered) == ("abort of an output" in offered) == (role == ENCODER)
+    assert ("encoder input" in offered) == served.model.encoder.requires_handoff
+    assert ("text" in offered) == ("several outputs" in offered) == (role != ENCODER)
+    if alone:
         assert ("image by bytes" in offered) == ("lora" in offered) == ("guided REGEX" in offered)
 
 
@@ -131,8 +103,10 @@ async def test_every_rpc_answers(served: Engine) -> None:
     control = served.control
     health = await control.Health(lifecycle_pb2.HealthRequest(include_inference_probe=True), timeout=SECONDS)
     assert health.state == lifecycle_pb2.HEALTH_STATE_READY, health
-    assert ("kv_connector" in {check.name for check in health.checks}) == served.server.kv_connector.enabled
-    assert {"grpc", "scheduler", "model", "inference_probe"} <= {check.name for check in health.checks}
+    names = {check.name for check in health.checks}
+    assert ("kv_connector" in names) == served.server.kv_connector.enabled
+    assert ("encoder_connector" in names) == served.model.HasField("encoder")
+    assert {"grpc", "scheduler", "model", "inference_probe"} <= names
     sources = await control.GetKvEventSources(kv_pb2.GetKvEventSourcesRequest(), timeout=SECONDS)
     assert bool(sources.sources) == ("kv_event_heartbeat_interval_ms" in served.server.extra.fields)
     for source in sources.sources:
@@ -151,6 +125,7 @@ PROMISING = (
     model_pb2.GuidedDecodingCapabilities,
     model_pb2.MultimodalCapabilities,
     model_pb2.TokenizerInfo,
+    model_pb2.EncoderCapabilities,
     kv_pb2.KvConnectorInfo,
     kv_pb2.KvEndpoint,
 )
@@ -174,4 +149,4 @@ async def test_no_promise_is_without_a_feature(served: Engine) -> None:
     assert said - covered - SAID_ONLY == set()
     known = {f"{message.DESCRIPTOR.name}.{name}" for message in PROMISING for name in message.DESCRIPTOR.fields_by_name}
     assert known >= SAID_ONLY
-    assert {field for field in covered if not field.startswith("EncoderCapabilities.")} <= known
+    assert covered <= known

@@ -204,7 +204,7 @@ async def test_abort_of_other_targets(serve: Serve, target: dict[str, Any], stat
 @pytest.mark.parametrize(
     ("rpc", "request_"),
     [
-        ("TransferEncoderCache", encoder_pb2.TransferEncoderCacheRequest()),
+        ("TransferEncoderCache", encoder_pb2.TransferEncoderCacheRequest(transfer_id="t", consumer_instance_id="c")),
         ("Shutdown", lifecycle_pb2.ShutdownRequest(expected_instance_id="instance-1")),  # nobody was given to be called
     ],
 )
@@ -347,7 +347,7 @@ async def test_every_flag_says_what_is_accepted(serve: Serve) -> None:
         "media options": (multimodal.supports_per_request_media_options, {"media_options": options}),
         "one sequence": (generation.max_num_sequences >= 1, {"sampling": {"num_sequences": 1}}),
         "several sequences": (generation.max_num_sequences >= 8, {"sampling": {"num_sequences": 8}}),
-        "encoder": (info.HasField("encoder"), {"encoder": {}}),
+        "encoder": (info.HasField("encoder"), {"encoder": {}, "media": [{"raw_bytes": b"x"}]}),
     }
     outcomes = await asyncio.gather(
         *(accepts(served, request_id=name, **fields) for name, (_, fields) in flags.items())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.chat_files import write_chat_files
-from tests.rpc.engine_twin import SPANS, USAGE, EngineTwin, finished
-from tests.rpc.gateway_harness import PICTURE, Caller, error_of, running, until
+from tests.rpc.engine_twin import USAGE, EngineTwin, finished
+from tests.rpc.gateway_harness import WITH_PICTURE, Caller, error_of, running, until
+from tests.rpc.gateway_parts import Decode, Prefill
 from triptych.core.errors import (
     Draining,
     InvalidRequest,
@@ -19,51 +20,14 @@ from triptych.core.errors import (
     Overloaded,
     SessionMismatch,
 )
-from triptych.core.events import Failed, Finished, FinishReason, PrefillReady, Tokens, Usage
+from triptych.core.events import Failed, Finished, FinishReason, Tokens
 from triptych.core.session import SealedSession
 from triptych.wire.gen import lifecycle_pb2, server_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from tests.rpc.gateway_harness import Running
     from triptych.core.errors import TriptychError
-    from triptych.core.events import Event
-    from triptych.core.request import GenerateRequest
-
-WITH_PICTURE = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "what colour?"}]}]
-
-
-class Prefill(EngineTwin):
-    """Hands each prompt over under a name of its own."""
-
-    def __init__(self, directory: Path, address: str = "p:1") -> None:
-        super().__init__(directory, address)
-        self.role = server_pb2.ENGINE_ROLE_PREFILL
-        self.before: list[asyncio.Event] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        name = f"{self.address}/{len(self.requests)}"
-        self.script = [*self.before, PrefillReady("any", SealedSession(name, name.encode()), Usage(12, 1, 8), SPANS)]
-        return await super().generate(request)
-
-
-class Decode(EngineTwin):
-    """Goes on from what it is given; fails first, if the test says so."""
-
-    def __init__(self, directory: Path, address: str = "d:1") -> None:
-        super().__init__(directory, address)
-        self.role = server_pb2.ENGINE_ROLE_DECODE
-        self.failures: list[TriptychError] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        self.refusal = self.failures.pop(0) if self.failures else None
-        return await super().generate(request)
-
-    @property
-    def sessions(self) -> list[str]:
-        return [request.session.session_id for request in self.requests if isinstance(request.session, SealedSession)]
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +38,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triptych.gateway.route.REFRESH_SECONDS", 0.01)
-
-
-async def all_ready(run: Running) -> None:
-    for index in range(len(run.gateway.router.engines)):
-        await run.state(index, "ready")
-
-
-def nothing_is_held(run: Running) -> bool:
-    return run.nothing_is_held() and not run.gateway.router.handoff.aborting
 
 
 @pytest.mark.parametrize("messages", [WITH_PICTURE, [{"role": "user", "content": "hello"}]])
@@ -102,7 +57,7 @@ async def test_one_answer_by_two_engines(directory: Path, messages: list) -> Non
         spans = (await run.http.get(f"/v1/timeline/{response.json()['id']}")).json()["spans"]
         assert {span["process"] for span in spans} == {"gateway", "prefill p:1", "decode d:1"}
         assert prefill.aborted == []
-        assert nothing_is_held(run)
+        assert run.nothing_is_held()
 
 
 @pytest.mark.parametrize(("kind", "missing"), [(Prefill, "decode"), (Decode, "prefill")])
@@ -122,7 +77,7 @@ async def test_half_a_topology_answers_nothing_and_says_what_is_missing(
 async def test_health_follows_the_part_that_is_missing(directory: Path) -> None:
     prefill, decode = Prefill(directory), Decode(directory)
     async with running(prefill, decode) as run:
-        await all_ready(run)
+        await run.all_ready()
         health = await run.http.get("/health")
         assert health.status_code == 200
         assert [engine["role"] for engine in health.json()["engines"]] == ["prefill", "decode"]
@@ -140,7 +95,7 @@ async def test_health_follows_the_part_that_is_missing(directory: Path) -> None:
 async def test_an_aggregated_engine_needs_no_pair(directory: Path) -> None:
     prefill, whole = Prefill(directory), EngineTwin(directory, "whole:1")
     async with running(prefill, whole) as run:
-        await all_ready(run)
+        await run.all_ready()
         assert (await run.chat()).status_code == 200
         assert (len(prefill.requests), len(whole.requests)) == (0, 1)
 
@@ -148,19 +103,19 @@ async def test_an_aggregated_engine_needs_no_pair(directory: Path) -> None:
 @pytest.mark.parametrize("error", [Overloaded("full"), Draining("ending")])
 async def test_a_prefill_that_is_refused_goes_elsewhere(directory: Path, error: TriptychError) -> None:
     one, two, decode = Prefill(directory), Prefill(directory, "p:2"), Decode(directory)
-    one.refusal = error
+    one.failures = [error]
     async with running(one, two, decode) as run:
-        await all_ready(run)
+        await run.all_ready()
         assert (await run.chat()).status_code == 200
         assert decode.sessions == ["p:2/0"]
-        assert nothing_is_held(run)
+        assert run.nothing_is_held()
 
 
 async def test_what_is_wrong_with_the_request_is_said_by_the_prefill_engine(directory: Path) -> None:
     one, two, decode = Prefill(directory), Prefill(directory, "p:2"), Decode(directory)
-    one.refusal = two.refusal = MediaError(0, "cannot be decoded")
+    one.failures = two.failures = [MediaError(0, "cannot be decoded")]
     async with running(one, two, decode) as run:
-        await all_ready(run)
+        await run.all_ready()
         response = await run.chat(messages=WITH_PICTURE)
         assert response.status_code == 400
         assert error_of(response)["param"] == "messages[0].content[0]"
@@ -175,7 +130,7 @@ async def test_a_session_that_is_gone_is_computed_again(directory: Path, error: 
     async with running(prefill, decode) as run:
         assert (await run.chat()).status_code == 200
         assert decode.sessions == ["p:1/0", "p:1/1"]
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == ["p:1/0"]
 
 
@@ -186,7 +141,7 @@ async def test_sessions_that_go_on_getting_lost_are_an_error(directory: Path) ->
         response = await run.chat()
         assert response.status_code == 503
         assert len(decode.requests) == 2
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == ["p:1/0", "p:1/1"]
 
 
@@ -194,7 +149,7 @@ async def test_for_want_of_room_the_same_session_goes_to_another_decode_engine(d
     prefill, one, two = Prefill(directory), Decode(directory), Decode(directory, "d:2")
     one.failures = two.failures = [Overloaded("full")]
     async with running(prefill, one, two) as run:
-        await all_ready(run)
+        await run.all_ready()
         assert (await run.chat()).status_code == 200
         assert one.sessions == two.sessions == ["p:1/0"]
         assert len(prefill.requests) == 1
@@ -205,10 +160,10 @@ async def test_a_decode_engine_that_is_gone_costs_a_new_prefill(directory: Path)
     prefill, one, two = Prefill(directory), Decode(directory), Decode(directory, "d:2")
     one.failures = two.failures = [Draining("connection lost")]
     async with running(prefill, one, two) as run:
-        await all_ready(run)
+        await run.all_ready()
         assert (await run.chat()).status_code == 200
         assert sorted(one.sessions + two.sessions) == ["p:1/0", "p:1/1"]
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == ["p:1/0"]
 
 
@@ -219,7 +174,7 @@ async def test_what_would_fail_again_lets_the_session_go(directory: Path, error:
     async with running(prefill, decode) as run:
         assert (await run.chat()).status_code in (400, 500)
         assert len(decode.requests) == 1
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == ["p:1/0"]
 
 
@@ -238,7 +193,7 @@ async def test_a_prefill_engine_without_a_session(directory: Path, script: list,
         assert (await run.chat()).status_code == status
         assert prefill.ended.is_set()
         assert decode.requests == []
-        assert nothing_is_held(run)
+        assert run.nothing_is_held()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -252,7 +207,7 @@ async def test_a_client_that_leaves_during_the_prefill(directory: Path, stream: 
         await caller.task
         assert prefill.ended.is_set()
         assert decode.requests == []
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == [prefill.requests[0].request_id]
 
 
@@ -266,7 +221,7 @@ async def test_a_client_that_leaves_while_the_session_is_taken(directory: Path, 
         caller.gone.set()
         await caller.task
         assert decode.ended.is_set()
-        await until(lambda: nothing_is_held(run))
+        await until(run.nothing_is_held)
         assert prefill.aborted == ["p:1/0"]
 
 
@@ -279,4 +234,4 @@ async def test_a_client_that_leaves_amid_the_answer(directory: Path) -> None:
         caller.gone.set()
         await caller.task
         assert decode.ended.is_set()
-        assert nothing_is_held(run)
+        assert run.nothing_is_held()

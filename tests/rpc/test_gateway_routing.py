@@ -140,7 +140,7 @@ async def test_what_would_fail_again_is_not_tried_elsewhere(
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_an_engine_that_does_not_answer_is_passed_over_until_the_next_look(
+async def test_an_engine_that_does_not_answer_is_passed_over_until_a_look_finds_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.gateway.route.REFRESH_SECONDS", 3600)
@@ -148,10 +148,29 @@ async def test_an_engine_that_does_not_answer_is_passed_over_until_the_next_look
     async with running(one, two) as run:
         await run.state(0, "ready")
         await run.state(1, "ready")
-        one.refusal = Draining("connection refused")
+        one.down = Draining("connection refused")
         for _ in range(3):
             assert (await run.chat()).status_code == 200
-        assert (len(one.requests), len(two.requests)) == (1, 3)
+        assert (len(one.requests), len(two.requests)) == (0, 3)
+        await run.state(0, "unreachable")
+
+
+async def test_one_broken_call_has_the_engine_looked_at_again_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.gateway.route.REFRESH_SECONDS", 3600)
+    one, two = EngineTwin(directory, "twin:1"), EngineTwin(directory, "twin:2")
+    async with running(one, two) as run:
+        await run.state(0, "ready")
+        await run.state(1, "ready")
+        one.refusal = Draining("the connection broke")
+        assert (await run.chat()).status_code == 200
+        assert (len(one.requests), len(two.requests)) == (1, 1)
+        one.refusal = None
+        await run.state(0, "ready")
+        two.down = Draining("connection refused")
+        assert (await run.chat()).status_code == 200
+        assert len(one.requests) == 2
 
 
 async def test_the_least_busy_engine_is_chosen(directory: Path) -> None:

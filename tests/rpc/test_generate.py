@@ -25,6 +25,7 @@ from triptych.core.errors import (
 from triptych.core.events import Tokens
 from triptych.rpc.inference import Inference
 from triptych.wire.codec_events import SPANS_TRAILER, decode_spans
+from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import error_pb2, generation_pb2
 
@@ -142,7 +143,7 @@ async def test_headers_precede_the_refusal_of_what_is_not_offered(
     context = RecordingContext()
     data = generation_pb2.GenerateRequest(request_id="r", model="scripted", prompt="hi").SerializeToString()
     with pytest.raises(grpc.aio.AbortError):
-        await Inference(ScriptedRole(refusal=refusal), SessionCodec()).generate(data, context)
+        await Inference(ScriptedRole(refusal=refusal), SessionCodec(), ReferenceCodec()).generate(data, context)
     headers = ["headers"] if status in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL) else []
     assert context.done == [*headers, status.name]
 

@@ -13,23 +13,24 @@ import pytest
 from tests.rpc.scripted_role import SPANS, ScriptedRole, answer
 from triptych.core.errors import InvalidRequest, KvSessionNotFound, Unauthenticated, UnsupportedFeature
 from triptych.core.events import PrefillReady, Usage
-from triptych.core.handles import KvHandle, KvLayout
+from triptych.core.handles import Handle, KvLayout
 from triptych.core.logprobs import CandidateColumns, TokenLogprob
 from triptych.core.request import GenerateRequest
 from triptych.core.session import FirstToken, KvSession, SealedSession
 from triptych.rpc.address import Address
 from triptych.rpc.inference import Inference
 from triptych.wire.codec import encode_request
+from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
 from triptych.wire.gen import kv_pb2, lifecycle_pb2
-from triptych.wire.session_signature import SessionSigner
+from triptych.wire.handoff_signature import HandoffSigner
 
 if TYPE_CHECKING:
     from tests.rpc.conftest import Serve, Served
 
 LAYOUT = KvLayout(layers=2, kv_heads=1, head_size=8, block_size=16, dtype="float32", itemsize=4)
 PLAIN = KvSession(
-    handle=KvHandle("one", "shared-dir", "instance-1", LAYOUT, 1, b"state"),
+    handle=Handle("one", "shared-dir", "instance-1", LAYOUT, 1, b"state"),
     plan=None,
     first=(FirstToken(70),),
     seed=1,
@@ -103,7 +104,7 @@ async def test_who_hands_nothing_over_has_nothing_to_let_go(serve: Serve) -> Non
 
 
 async def test_with_a_secret_only_what_is_signed_is_let_go(serve: Serve) -> None:
-    served = await serve(handing_over(), signer=SessionSigner("a secret of our own"))
+    served = await serve(handing_over(), signer=HandoffSigner("a secret of our own"))
     forged = SealedSession("one", kv_pb2.KvSessionRef(session_id="one").SerializeToString())
     with pytest.raises(InvalidRequest, match="triptych_version"):  # it is none of ours at all
         await served.channel.abort_session(forged)
@@ -163,7 +164,7 @@ async def test_a_session_that_may_have_been_read_of_stays(unsent: bool) -> None:
     role = ScriptedRole(script=lambda request: [leave, PrefillReady(request.request_id, PLAIN, Usage(2, 1, 0), SPANS)])
     role.description = BOTH
     role.sessions.add("one")
-    inference = Inference(role, SessionCodec())
+    inference = Inference(role, SessionCodec(), ReferenceCodec())
     context = LeavingContext(unsent=unsent)
     context.call = asyncio.create_task(inference.generate(encode_request(REQUEST).SerializeToString(), context))
     if not unsent:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.requests import EOS
+from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import Internal, KvSessionNotFound, TriptychError
 from triptych.core.events import Admitted, Finished, Prefilled, Prompt, Tokens
-from triptych.core.handles import KvHandle, KvLayout
+from triptych.core.handles import Handle, KvHandle, KvLayout
 from triptych.core.kv_events import BlockRemoved, BlockStored
 from triptych.core.logprobs import TokenLogprob
 from triptych.core.step import StepPlan, StepResult
@@ -240,7 +241,10 @@ class SimulatedRunner:
         assert sum(piece.length for piece in plan.tokens) <= self.config.max_batched_tokens
         assert len(plan.tokens) <= self.config.max_running_requests
         assert len({piece.request_id for piece in plan.tokens}) == len(plan.tokens)
-        assert len(plan.encode) <= self.config.encoder_items
+        fresh = [
+            task for task in plan.encode if isinstance(self.requests[task.request_id].inputs[task.item], EncoderInput)
+        ]
+        assert len(fresh) <= self.config.encoder_items
         requests = {task.request_id for task in plan.encode}
         assert requests <= {piece.request_id for piece in plan.tokens}
 
@@ -291,7 +295,7 @@ class SimulatedRunner:
 
 
 def handle(session_id: str, blocks: int) -> KvHandle:
-    return KvHandle(session_id, "simulated", "p", KvLayout(1, 1, 1, 1, "float32", 4), blocks, b"")
+    return Handle(session_id, "simulated", "p", KvLayout(1, 1, 1, 1, "float32", 4), blocks, b"")
 
 
 @dataclass

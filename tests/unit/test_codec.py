@@ -9,8 +9,10 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.references import reference, steps
+from tests.sessions import picture, session
 from tests.sessions import plain as comparable
-from tests.sessions import session
+from triptych.core.encoded import SealedReference
 from triptych.core.errors import (
     Internal,
     InvalidRequest,
@@ -29,13 +31,15 @@ from triptych.core.logprobs import (
     WholeVocabulary,
 )
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes, Url
-from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest, Sampling, Stopping
 from triptych.core.session import KvSession
 from triptych.wire.codec import MAX_MEDIA_ITEMS, decode_request, encode_request
+from triptych.wire.codec_reference import ReferenceCodec, seal_reference
 from triptych.wire.codec_session import SessionCodec, seal
 from triptych.wire.gen import encoder_pb2, generation_pb2
-from triptych.wire.session_signature import SessionSigner
+from triptych.wire.handoff_signature import HandoffSigner
 
+REFERENCES = ReferenceCodec()
 UINT32 = st.integers(0, 2**32 - 1)
 TEXT = st.text(min_size=1, max_size=20)
 
@@ -88,6 +92,20 @@ def logprob_options(draw: st.DrawFn) -> LogprobOptions:
 
 
 @st.composite
+def encoder_parts(draw: st.DrawFn) -> dict[str, Any]:
+    """Media, what is to be done with them, or what stands for them."""
+    media = tuple(draw(st.lists(media_items, max_size=3)))
+    match draw(st.integers(0, 3)):
+        case 0:
+            return {"media": media, "encode": EncodeOptions(draw(st.text(max_size=10)))}
+        case 1:
+            made = [REFERENCES.encode(reference(name=name)) for name in draw(st.lists(TEXT, min_size=1, max_size=3))]
+            return {"references": tuple(map(seal_reference, made)), "handoff": draw(st.booleans())}
+        case _:
+            return {"media": media, "handoff": draw(st.booleans())}
+
+
+@st.composite
 def requests(draw: st.DrawFn) -> GenerateRequest:
     detokenize = draw(st.booleans())
     max_tokens = draw(st.none() | st.integers(1, 2**32 - 1))
@@ -103,7 +121,6 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         request_id=draw(TEXT),
         model=draw(TEXT),
         prompt=draw(TEXT | st.lists(UINT32, min_size=1, max_size=10).map(tuple)),
-        media=tuple(draw(st.lists(media_items, max_size=3))),
         sampling=draw(samplings),
         stopping=stopping,
         cache=CacheOptions(draw(st.booleans()), draw(st.text(max_size=10))),
@@ -113,7 +130,7 @@ def requests(draw: st.DrawFn) -> GenerateRequest:
         guide=draw(st.none() | guides),
         lora_name=draw(st.text(max_size=20)),
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
-        handoff=draw(st.booleans()),
+        **draw(encoder_parts()),
     )
 
 
@@ -164,17 +181,9 @@ def test_empty_parts_are_accepted() -> None:
     assert decode_request(message) == decode_request(plain())
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"guided": {"json_object": {}, "backend": "llguidance"}}, "guided.backend 'llguidance'"),
-        ({"encoder": encoder_pb2.EncoderOptions()}, "encoder"),
-        ({"encoder_cache": [encoder_pb2.EncoderCacheRef()]}, "encoder_cache"),
-    ],
-)
-def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(UnsupportedFeature, match=name):
-        decode_request(plain(**fields))
+def test_another_backend_for_guides_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedFeature, match=r"guided\.backend 'llguidance'"):
+        decode_request(plain(guided={"json_object": {}, "backend": "llguidance"}))
 
 
 @pytest.mark.parametrize("backend", ["", "xgrammar"])
@@ -234,6 +243,10 @@ def logprobs(**selection: Any) -> dict[str, Any]:
         ({"stopping": {"conditions": [{}]}}, r"conditions\[0\]"),
         ({"stopping": {"conditions": [{"stop_token_id": 1}] * 65}}, "65 stop conditions"),
         ({"media": [{"raw_bytes": b"x"}] * (MAX_MEDIA_ITEMS + 1)}, "media items"),
+        ({"encoder_cache": [{}] * (MAX_MEDIA_ITEMS + 1)}, "1025 encoder_cache references; at most 1024"),
+        ({"encoder_cache": [{}], "media": [{"url": "u"}]}, r"1 media item\(s\) and 1 encoder_cache reference\(s\)"),
+        ({"encoder_cache": [{}], "encoder": {}}, "leave out encoder_cache"),
+        ({"encoder": {}, "kv": {"session": {}}}, "leave out encoder_cache, kv.session"),
         ({"lora_name": "é" * 513}, "lora_name has 1026 bytes"),
         ({"response": {"prompt_candidates": {"top_n": 0}}}, "return_prompt_logprobs"),
         ({"response": {"prompt_logprob_start": 1}}, "return_prompt_logprobs"),
@@ -337,7 +350,7 @@ def test_a_session_that_is_wrong_refuses_the_request() -> None:
     with pytest.raises(InvalidRequest, match="checksum"):
         decode_request(message, sessions=SESSIONS)
     with pytest.raises(Unauthenticated):
-        decode_request(message, sessions=SessionCodec((), SessionSigner("a secret of some length")))
+        decode_request(message, sessions=SessionCodec((), HandoffSigner("a secret of some length")))
 
 
 def test_both_legs_at_once_are_refused() -> None:
@@ -345,6 +358,48 @@ def test_both_legs_at_once_are_refused() -> None:
         decode_request(with_session(request_type="context_only"), sessions=SESSIONS)
     with pytest.raises(InvalidRequest, match="not both"):
         decode_request(with_session(request_type="context_only"))
+
+
+def with_references(*made: Any) -> generation_pb2.GenerateRequest:
+    return plain(encoder_cache=[REFERENCES.encode(one) for one in made])
+
+
+def test_references_are_read_where_there_is_a_codec_and_carried_where_there_is_none() -> None:
+    made = [reference(name="one"), reference(picture(0, 1, 1), name="two"), reference(steps(3), name="three")]
+    message = with_references(*made)
+    read = decode_request(message, references=REFERENCES)
+    assert comparable(read.references) == comparable(tuple(made))
+    carried = decode_request(message)
+    assert carried.references == tuple(map(seal_reference, message.encoder_cache))
+    assert encode_request(carried).encoder_cache == message.encoder_cache
+    with pytest.raises(Internal, match="carries it sealed"):
+        encode_request(read)
+
+
+def test_a_reference_that_is_wrong_refuses_the_request_and_is_named() -> None:
+    message = with_references(reference(name="one"), reference(name="two"))
+    message.encoder_cache[1].plan += b"x"
+    with pytest.raises(InvalidRequest, match=r"^encoder_cache\[1\]: opaque_state: the checksum"):
+        decode_request(message, references=REFERENCES)
+    signed = ReferenceCodec((), HandoffSigner("a secret of some length"))
+    with pytest.raises(Unauthenticated, match=r"^encoder_cache\[0\]: signature: it is absent"):
+        decode_request(message, references=signed)
+    assert isinstance(decode_request(message).references[1], SealedReference)
+
+
+def test_references_together_are_no_more_than_a_prompt_can_have() -> None:
+    large = steps(4096)
+    assert len(decode_request(with_references(*[reference(large)] * 4), references=REFERENCES).references) == 4
+    with pytest.raises(InvalidRequest, match=r"^encoder_cache\[4\]: .* 16385 runs .* a prompt can have 16384"):
+        decode_request(with_references(*[reference(large)] * 4, reference()), references=REFERENCES)
+
+
+@pytest.mark.parametrize("backend", ["", "nixl"])
+def test_media_are_to_be_encoded_for_another_engine(backend: str) -> None:
+    message = plain(media=[{"raw_bytes": b"x"}], encoder=encoder_pb2.EncoderOptions(transfer_backend=backend))
+    assert decode_request(message).encode == EncodeOptions(backend)
+    assert encode_request(decode_request(message)).HasField("encoder")
+    assert decode_request(plain()).encode is None
 
 
 @pytest.mark.parametrize(

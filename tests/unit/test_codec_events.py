@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.references import reference, steps
 from tests.sessions import plain as comparable_session
 from tests.sessions import plan, session
-from triptych.core.errors import Internal, InvalidRequest, Overloaded
+from triptych.core.encoded import SealedReference
+from triptych.core.errors import Internal, InvalidRequest, MediaError, Overloaded
 from triptych.core.events import (
+    EncoderReady,
     EosToken,
     Event,
     Failed,
@@ -40,8 +43,9 @@ from triptych.wire.codec_events import (
     split_event,
     write_event,
 )
+from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
-from triptych.wire.gen import generation_pb2, kv_pb2
+from triptych.wire.gen import encoder_pb2, generation_pb2, kv_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)
 TOKEN = st.integers(0, 2**31 - 1)
@@ -242,12 +246,49 @@ def test_a_session_of_a_long_prompt_is_written_on_a_thread() -> None:
     assert event_entries(PrefillReady("r", SealedSession("s", b""), Usage(1, 1, 0))) == 1
 
 
+def test_references_leave_by_a_codec_and_arrive_sealed_in_their_order() -> None:
+    codec = ReferenceCodec()
+    made = tuple(reference(name=name) for name in ("b", "a", "c"))
+    event = EncoderReady("r", made, (Span("encode", 1.0, 2.0),))
+    assert is_terminal(event)
+    message = generation_pb2.GenerateResponse.FromString(write_event(event, references=codec))
+    assert not message.HasField("usage")
+    back = decode_event(message)
+    assert isinstance(back, EncoderReady)
+    assert back.request_id == "r"
+    sealed = [one for one in back.references if isinstance(one, SealedReference)]
+    assert [one.cache_id for one in sealed] == ["b", "a", "c"]
+    read = [codec.decode(encoder_pb2.EncoderCacheRef.FromString(one.data)) for one in sealed]
+    assert comparable_session(tuple(read)) == comparable_session(made)
+    assert encode_event(back) == message
+    with pytest.raises(Internal, match="cannot hand one over"):
+        encode_event(event)
+
+
+def test_no_references_are_an_event_as_well() -> None:
+    back = decode_event(encode_event(EncoderReady("r", ())))
+    assert isinstance(back, EncoderReady)
+    assert back.references == ()
+
+
+def test_an_item_that_is_too_large_for_a_reference_is_named() -> None:
+    event = EncoderReady("r", (reference(), reference(steps(4097))))
+    with pytest.raises(MediaError, match=r"^media item 1: it has 4097 runs"):
+        write_event(event, references=ReferenceCodec())
+
+
+def test_many_references_are_written_on_a_thread() -> None:
+    assert event_entries(EncoderReady("r", (reference(),) * 4)) < codec_events.LARGE_EVENT / 8
+    assert event_entries(EncoderReady("r", (reference(),) * 100)) > codec_events.LARGE_EVENT
+    assert event_entries(EncoderReady("r", (reference(steps(4096)),) * 2)) > codec_events.LARGE_EVENT
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({}, "without an event"),
         ({"prefill_ready": generation_pb2.PrefillReady(kv_session=kv_pb2.KvSessionRef())}, "session without its id"),
-        ({"encoder_ready": {}}, "'encoder_ready' that was not asked for"),
+        ({"encoder_ready": {"encoder_cache": [{"cache_id": "a"}, {}]}}, "encoder reference without its id"),
         ({"token": generation_pb2.TokenOutput()}, "without its index"),
         ({"token": generation_pb2.TokenOutput(output_index=2)}, "output 2 of a request for 2"),
         ({"finished": generation_pb2.GenerationFinished(output_index=2, reason=1)}, "output 2 of a request for 2"),  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.sessions import FIRST, LAYOUT, logprob, picture, plain, plan, session
 from triptych.core.errors import InvalidRequest, StartupError, Unauthenticated
-from triptych.core.handles import MAX_HANDLE_STATE, KvHandle
+from triptych.core.handles import MAX_HANDLE_STATE, Handle
 from triptych.core.session import FirstToken, KvSession
 from triptych.wire import portable_plan
 from triptych.wire.codec_session import (
@@ -27,10 +27,11 @@ from triptych.wire.codec_session import (
     Endpoint,
     SessionCodec,
     seal,
+    session_content,
     unseal,
 )
 from triptych.wire.gen import kv_pb2
-from triptych.wire.session_signature import SessionSigner, checksum, signed_content
+from triptych.wire.handoff_signature import HandoffSigner, checksum
 from triptych.wire.status import UNREADABLE
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ SECRET = "correct horse battery staple"
 ENDPOINTS = (Endpoint("prefill.example", 50051, "grpc"), Endpoint("::1", 9, "nixl"))
 PLAN = plan(40, picture(3, 2, 3), picture(20, 1, 1, key=2))
 OPEN = SessionCodec(ENDPOINTS)
-SIGNED = SessionCodec(ENDPOINTS, SessionSigner(SECRET))
+SIGNED = SessionCodec(ENDPOINTS, HandoffSigner(SECRET))
 
 
 def through_json(message: kv_pb2.KvSessionRef) -> kv_pb2.KvSessionRef:
@@ -89,7 +90,7 @@ def sessions(draw: st.DrawFn) -> KvSession:
     )
     state = draw(st.binary(max_size=100))
     return dataclasses.replace(
-        base, handle=KvHandle(draw(NAMES), draw(NAMES), draw(NAMES), layout, base.handle.blocks, state)
+        base, handle=Handle(draw(NAMES), draw(NAMES), draw(NAMES), layout, base.handle.blocks, state)
     )
 
 
@@ -179,11 +180,11 @@ def attributes_of(message: kv_pb2.KvSessionRef) -> dict[str, str]:
     return {key: value.string_value for key, value in message.attributes_struct.fields.items()}
 
 
-def resealed(message: kv_pb2.KvSessionRef, attributes: dict[str, Any], signer: SessionSigner | None = None) -> None:
+def resealed(message: kv_pb2.KvSessionRef, attributes: dict[str, Any], signer: HandoffSigner | None = None) -> None:
     """Put other attributes in, with a checksum that fits: what a forger can do."""
     own = {k: v for k, v in attributes.items() if k not in ("triptych_checksum", "triptych_signature")}
     texts = {k: v for k, v in own.items() if isinstance(v, str) and k.startswith("triptych_")}
-    content = signed_content(message, texts)
+    content = session_content(message, texts)
     own["triptych_checksum"] = checksum(content)
     if signer is not None:
         own["triptych_signature"] = signer.sign(content)
@@ -400,7 +401,7 @@ def test_a_forger_without_the_secret_gets_nowhere() -> None:
     for message in text_mutations(SIGNED.encode(session(PLAN))):
         attributes = attributes_of(message)
         signature = attributes["triptych_signature"]
-        resealed(message, attributes, SessionSigner(SECRET + "?"))
+        resealed(message, attributes, HandoffSigner(SECRET + "?"))
         with pytest.raises(Unauthenticated, match="signature is wrong"):
             SIGNED.decode(message)
         resealed(message, attributes)
@@ -429,14 +430,14 @@ def test_without_a_secret_signatures_are_not_looked_at() -> None:
 def test_fields_do_not_run_into_each_other() -> None:
     one = kv_pb2.KvSessionRef(session_id="ab", transfer_backend="c")
     two = kv_pb2.KvSessionRef(session_id="a", transfer_backend="bc")
-    assert signed_content(one, {}) != signed_content(two, {})
-    assert signed_content(one, {"a": "bc"}) != signed_content(one, {"ab": "c"})
-    assert signed_content(one, {"a": "", "b": ""}) != signed_content(one, {"a": "b"})
-    assert signed_content(one, {"a": "1", "b": "2"}) == signed_content(one, {"b": "2", "a": "1"})
+    assert session_content(one, {}) != session_content(two, {})
+    assert session_content(one, {"a": "bc"}) != session_content(one, {"ab": "c"})
+    assert session_content(one, {"a": "", "b": ""}) != session_content(one, {"a": "b"})
+    assert session_content(one, {"a": "1", "b": "2"}) == session_content(one, {"b": "2", "a": "1"})
 
 
 def test_the_secret_is_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    signer = SessionSigner(SECRET)
+    signer = HandoffSigner(SECRET)
     codec = SessionCodec(ENDPOINTS, signer)
     with caplog.at_level(logging.DEBUG), pytest.raises(Unauthenticated) as caught:
         codec.decode(OPEN.encode(session(PLAN)))
@@ -447,9 +448,9 @@ def test_the_secret_is_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(StartupError, match="has 15 bytes; it needs at least 16") as caught:
-        SessionSigner("fifteen letters")
+        HandoffSigner("fifteen letters")
     assert "fifteen letters" not in str(caught.value)
-    assert SessionSigner("sixteen letters!").sign(b"x") != SessionSigner("sixteen letters?").sign(b"x")
+    assert HandoffSigner("sixteen letters!").sign(b"x") != HandoffSigner("sixteen letters?").sign(b"x")
 
 
 # -- abort ------------------------------------------------------------------------------------------

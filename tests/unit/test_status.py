@@ -28,6 +28,9 @@ from triptych.core.errors import (
     Overloaded,
     PlaceholderMismatch,
     PromptTooLong,
+    ReferenceMismatch,
+    ReferenceNotFound,
+    RowTransferFailed,
     SessionMismatch,
     StartupError,
     Status,
@@ -107,7 +110,10 @@ def test_a_failure_comes_back_with_code_and_retryability(kind: type[TriptychErro
     assert (back.code, back.retryable, str(back)) == (kind.code, kind.retryable, str(error))
 
 
-SHARED = [PromptTooLong, Draining, AdapterNotFound, AdapterConflict, WrongState, SessionMismatch, Unauthenticated]
+SHARED = [
+    *(PromptTooLong, Draining, AdapterNotFound, AdapterConflict, WrongState, SessionMismatch, Unauthenticated),
+    *(ReferenceMismatch, ReferenceNotFound, RowTransferFailed),
+]
 
 
 @pytest.mark.parametrize("kind", SHARED)

@@ -6,7 +6,8 @@ import asyncio
 import uuid
 from pathlib import Path
 
-from triptych.cli.assemble import LoadedModel, aggregated, load
+from triptych.cli.assemble import aggregated
+from triptych.cli.loaded import LoadedModel, load
 from triptych.cli.options import EngineOptions
 from triptych.cli.progress import loading_bar
 from triptych.core.config import MIB

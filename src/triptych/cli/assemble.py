@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from triptych.cli.flags import model_directory, served_name
-from triptych.core.config import SchedulerConfig
-from triptych.core.errors import CheckpointError, StartupError
-from triptych.core.media import Modality
+from triptych.core.errors import StartupError, WrongState
+from triptych.engine.encode_runner import EncodeRunner
+from triptych.engine.encode_scheduler import EncodeScheduler
 from triptych.engine.grammar import GrammarCompiler, guided_available
-from triptych.engine.kv_pool import allocate, count_blocks, transport_pool
-from triptych.engine.loop import Engine
+from triptych.engine.kv_pool import allocate, transport_pool
+from triptych.engine.loop import EncodeEngine, Engine
+from triptych.engine.row_arena import ROW_LAYOUT, allocate_rows, count_row_blocks
 from triptych.engine.runner import Runner
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.transfers import Transfers
-from triptych.models.registry import describe, load_model
-from triptych.processors.registry import load_processor
 from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
-from triptych.roles.contract import EngineDescription, ModelDescription, RoleName
+from triptych.roles.contract import EngineDescription, RoleName
 from triptych.roles.decode import Decode
 from triptych.roles.desk import Desk
-from triptych.roles.intake import Frontend, Intake
+from triptych.roles.encoder import Encoder, RowFormat
+from triptych.roles.intake import Intake
+from triptych.roles.known_items import KnownItems
 from triptych.roles.leases import Leases
 from triptych.roles.live import LiveRequests
 from triptych.roles.prefill import Prefill
-from triptych.text.tokenizer import Tokenizer
+from triptych.roles.reference_checks import RowTerms
+from triptych.roles.row_intake import Landing, RowIntake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    import torch
 
-    from triptych.cli.options import EngineOptions
+    from triptych.cli.loaded import LoadedModel, LoadedTower
     from triptych.cli.transports import Transport
-    from triptych.models.contract import Model
-    from triptych.models.registry import Description
+    from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.roles.desk import Service
-    from triptych.transport.contract import KvFetcher, KvPool, KvPublisher, SessionEvent
+    from triptych.roles.intake import Frontend
+    from triptych.transport.contract import BlockMemory, Fetcher, Publisher, SessionEvent
 
-End = TypeVar("End", "KvPublisher", "KvFetcher")
+End = TypeVar("End", "Publisher", "Fetcher")
 
 MAX_NUM_SEQUENCES = 16
 """Outputs of one request, where as many may wait and run at once. They begin together, so all of their places must
@@ -54,95 +53,18 @@ TRANSFER_SECONDS = 60.0
 """How long one prompt's KV may take to arrive."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A checkpoint in memory, with what reads its prompts."""
-
-    directory: Path
-    model: Model
-    config: SchedulerConfig
-    frontend: Frontend
-    options: EngineOptions
-
-
-def load(
-    model: str, options: EngineOptions, progress: Callable[[int, int], None], *, tower: bool = True
-) -> LoadedModel:
-    """Read the model that ``MODEL`` names. Whatever can be wrong without the tensors is said before they are read.
-
-    Without ``tower`` it has no encoder: prompts with media can then only be gone on from.
-
-    Raises:
-        StartupError: one line that names the file, the tensor or the flag.
-    """
-    directory = model_directory(model)
-    found = describe(directory, options.device, options.dtype, tower=tower)
-    processor = load_processor(directory)
-    tokenizer = Tokenizer.load(directory, required=tuple(processor.special_words))
-    for word, index in processor.special_words.items():
-        if tokenizer.added_tokens[word] != index:
-            raise CheckpointError(
-                f"{directory}: {word} has the id {tokenizer.added_tokens[word]} in tokenizer.json "
-                f"but {index} in config.json"
-            )
-    config = _scheduler_config(options, found)
-    description = ModelDescription(
-        model_id=str(directory),
-        served_name=served_name(model, options.served_name),
-        tokenizer_source=str(directory),
-        max_context=config.max_context,
-        context_limit=_context_limit(options, found, config),
-        modalities=tuple(processor.placeholders),
-        image_token_id=processor.placeholders.get(Modality.IMAGE),
-    )
-    frontend = Frontend(
-        model=description,
-        tokenizer=tokenizer,
-        processor=processor,
-        eos_token_ids=tokenizer.eos_token_ids,
-        vocab_size=found.spec.vocab_size,
-        limits=options.limits(),
-    )
-    loaded = load_model(directory, options.device, options.dtype, progress, tower=tower)
-    return LoadedModel(directory, loaded, config, frontend, options)
-
-
-def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerConfig:
-    window = found.spec.max_context
-    if options.max_context is not None and options.max_context > window:
-        raise StartupError(
-            f"--max-context {options.max_context} is more than the model's own window of {window} tokens"
-        )
-    block_size = SchedulerConfig().block_size
-    blocks = count_blocks(found.spec, options.kv_cache_bytes, block_size, found.weight_bytes)
-    return SchedulerConfig(
-        max_batched_tokens=options.max_batched_tokens,
-        max_running_requests=options.max_running_requests,
-        max_waiting_requests=options.max_waiting_requests,
-        encoder_cache_bytes=options.encoder_cache_bytes,
-        max_context=min(options.max_context or window, blocks * block_size),
-        block_size=block_size,
-        num_blocks=blocks,
-    )
-
-
-def _context_limit(options: EngineOptions, found: Description, config: SchedulerConfig) -> str:
-    """What would have to change for a longer context."""
-    if config.max_context == found.spec.max_context:
-        return "the model's own window"
-    return "--max-context" if config.max_context == options.max_context else "--kv-cache-bytes"
-
-
-def aggregated(loaded: LoadedModel, instance_id: str, moves: Moves | None = None, *, check: bool = False) -> Desk:
+def aggregated(
+    loaded: LoadedModel, instance_id: str, moves: Moves | None = None, rows: Rows | None = None, *, check: bool = False
+) -> Desk:
     """The aggregated role over a loaded model, its engine running. Call it on the event loop that serves.
 
-    With ``moves`` it also computes prompts for other engines, and goes on from theirs. With ``check`` the engine
-    compares its ledgers whenever it falls idle.
+    With ``moves`` it also computes prompts for other engines, and goes on from theirs; with ``rows`` it takes what
+    encoders have encoded. With ``check`` the engine compares its ledgers whenever it falls idle.
 
     Raises:
-        StartupError: the KV pool cannot be had, or the transport.
+        StartupError: the KV pool cannot be had, or a transport.
     """
-    parts = _Parts(loaded, instance_id, RoleName.AGGREGATED, moves, check=check)
+    parts = _Parts(loaded, instance_id, RoleName.AGGREGATED, moves, rows, check=check)
     if parts.leases is None:
         return parts.desk(Aggregated(parts.intake, parts.engine, parts.live))
     prefill = Prefill(parts.intake, parts.engine, parts.live, parts.leases, parts.model)
@@ -151,35 +73,39 @@ def aggregated(loaded: LoadedModel, instance_id: str, moves: Moves | None = None
     return parts.desk(Aggregated(parts.intake, parts.engine, parts.live, prefill, decode))
 
 
-def prefill(loaded: LoadedModel, instance_id: str, moves: Moves | None = None, *, check: bool = False) -> Desk:
+def prefill(
+    loaded: LoadedModel, instance_id: str, moves: Moves | None = None, rows: Rows | None = None, *, check: bool = False
+) -> Desk:
     """The prefill role; see ``aggregated``."""
-    parts = _Parts(loaded, instance_id, RoleName.PREFILL, moves, check=check)
+    parts = _Parts(loaded, instance_id, RoleName.PREFILL, moves, rows, check=check)
     if parts.leases is None:
         raise StartupError("a prefill engine needs a KV transport")
     return parts.desk(Prefill(parts.intake, parts.engine, parts.live, parts.leases, parts.model))
 
 
-def decode(loaded: LoadedModel, instance_id: str, moves: Moves | None = None, *, check: bool = False) -> Desk:
-    """The decode role, for a model that was loaded without its encoder; see ``aggregated``."""
-    if moves is None:
-        raise StartupError("a decode engine needs a KV transport")
+def decode(
+    loaded: LoadedModel, instance_id: str, moves: Moves | None = None, rows: Rows | None = None, *, check: bool = False
+) -> Desk:
+    """The decode role, for a model that was loaded without its encoder; see ``aggregated``. It takes no ``rows``."""
+    if moves is None or rows is not None:
+        raise StartupError("a decode engine needs a KV transport, and no other")
     parts = _Parts(loaded, instance_id, RoleName.DECODE, moves, check=check)
     whole = Aggregated(parts.intake, parts.engine, parts.live)
     return parts.desk(Decode(parts.intake, parts.engine, parts.live, whole, parts.layout, parts.model))
 
 
 class Moves:
-    """KV that moves between this engine and others.
+    """Blocks that move between this engine and others.
 
     Args:
         transport: makes this engine's ends of it.
-        ttl: seconds for which a computed prompt waits to be taken.
+        ttl: seconds for which what is handed over waits to be taken.
     """
 
     def __init__(self, transport: Transport, ttl: float) -> None:
         self.transport = transport
         self.ttl = ttl
-        self._ends: list[KvPublisher | KvFetcher] = []
+        self._ends: list[Publisher | Fetcher] = []
 
     def keep(self, end: End) -> End:
         """Have an end closed with the others."""
@@ -192,15 +118,32 @@ class Moves:
             self._ends.pop().close()
 
 
+class Rows(NamedTuple):
+    """Encoder rows that move between this engine and others."""
+
+    moves: Moves
+    quota: int
+    """Bytes of memory for those on their way."""
+    required: bool = False
+    """Whether media come in no other way: the engine was loaded without its tower."""
+
+
 class _Parts:
-    """What every role is built of, with the ends of a transport where the role has them."""
+    """What every role that computes prompts or answers is built of, with the ends of transports that it has."""
 
     def __init__(
-        self, loaded: LoadedModel, instance_id: str, role: RoleName, moves: Moves | None, *, check: bool
+        self,
+        loaded: LoadedModel,
+        instance_id: str,
+        role: RoleName,
+        moves: Moves | None,
+        rows: Rows | None = None,
+        *,
+        check: bool,
     ) -> None:
         spec, config, options = loaded.model.text.spec, loaded.config, loaded.options
         kv = allocate(spec, config.num_blocks, config.block_size)
-        scheduler = Scheduler(config, row_bytes=spec.row_width * spec.dtype.itemsize, kv_changes=options.kv_events)
+        scheduler = Scheduler(config, row_bytes=spec.rows.row_bytes, kv_changes=options.kv_events)
         self.leases: Leases | None = None
         """Where the role hands prompts over."""
         self.layout = kv.layout
@@ -214,15 +157,17 @@ class _Parts:
         self.engine = Engine(scheduler, Runner(loaded.model, kv, config, transfers), check=check)
         if moves is not None and role is not RoleName.DECODE:
             self.leases = Leases(self.engine, moves.ttl)
-        self._description = _describe(loaded, instance_id, role, "" if moves is None else moves.transport.backend)
+        self._description = _describe(loaded, instance_id, role, moves, rows)
         adapters = Adapters(
             lambda info: loaded.model.text.load_adapter(info, max_rank=options.max_lora_rank), options.max_loras
         )
         compiler = _grammar_compiler(loaded.frontend) if self._description.guided else None
-        self.intake = Intake(loaded.frontend, adapters, compiler)
+        taken = None if rows is None else _row_intake(loaded, instance_id, rows)
+        required = self._description.requires_rows
+        self.intake = Intake(loaded.frontend, adapters, compiler, taken, requires_rows=required)
         self.live = LiveRequests(self.engine, loaded.frontend.tokenizer, self._description.max_num_sequences)
 
-    def _transfers(self, moves: Moves, pool: KvPool, instance_id: str, role: RoleName) -> Transfers:
+    def _transfers(self, moves: Moves, pool: BlockMemory, instance_id: str, role: RoleName) -> Transfers:
         """The ends that the role has.
 
         They speak to an engine and to leases that are made after them, but only of what a running engine has begun.
@@ -243,13 +188,81 @@ class _Parts:
         return Desk(self._description, self.intake, self.engine, self.live, service, self.leases)
 
 
-def _describe(loaded: LoadedModel, instance_id: str, role: RoleName, backend: str) -> EngineDescription:
+def _row_intake(loaded: LoadedModel, instance_id: str, rows: Rows) -> RowIntake:
+    """Where the rows of encoders come in."""
+    front, spec = loaded.frontend, loaded.model.text.spec.rows
+    if not front.model.modalities:
+        raise StartupError(f"--encoder-transport: {front.model.served_name} reads text only")
+    count_row_blocks(ROW_LAYOUT, rows.quota)
+    landing = Landing.of(rows.quota, ROW_LAYOUT)
+    terms = RowTerms(
+        fingerprint=front.processor.fingerprint,
+        dtype=_word(spec.dtype),
+        row_bytes=spec.row_bytes,
+        backend=rows.moves.transport.backend,
+        layout=ROW_LAYOUT,
+        arena_blocks=landing.blocks.total,
+        cache_bytes=loaded.config.encoder_cache_bytes,
+    )
+    return RowIntake(terms, landing, rows.moves.keep(rows.moves.transport.fetcher(landing.memory, instance_id)))
+
+
+def encoder(loaded: LoadedTower, instance_id: str, rows: Rows, *, check: bool = False) -> Desk:
+    """The encoder role over a loaded tower; see ``aggregated``.
+
+    Raises:
+        StartupError: the memory for rows cannot be had, or the transport.
+    """
+    model, front, config = loaded.model, loaded.frontend, loaded.config
+    blocks = count_row_blocks(ROW_LAYOUT, rows.quota)
+    scheduler = EncodeScheduler(config, model.spec.row_bytes, ROW_LAYOUT, blocks)
+    memory = allocate_rows(ROW_LAYOUT, scheduler.generations)
+    transport = rows.moves.transport
+    # It tells leases that are made after it, but only of what a running engine has begun.
+    publisher = rows.moves.keep(
+        transport.publisher(memory, instance_id, lambda session_id, event: leases.tell(session_id, event))
+    )
+    engine = EncodeEngine(scheduler, EncodeRunner(model, memory, publisher), check=check)
+    leases = Leases(engine, rows.moves.ttl, publisher.state)
+    description = EngineDescription(
+        role=RoleName.ENCODER,
+        instance_id=instance_id,
+        device=str(model.spec.device),
+        dtype=_word(model.spec.dtype),
+        block_size=0,
+        num_blocks=0,
+        max_running_requests=config.encoder_items,
+        max_batched_tokens=config.encoder_tokens,
+        max_num_sequences=1,
+        guided=False,
+        max_loras=0,
+        kv_event_buffer=0,
+        kv_event_heartbeat=0.0,
+        row_backend=transport.backend,
+        encodes=True,
+        fingerprint=front.processor.fingerprint,
+    )
+    intake = Intake(front, Adapters(_no_adapter, 0))
+    live = LiveRequests(engine, front.tokenizer, description.max_num_sequences)
+    known = KnownItems()
+    row_format = RowFormat(transport.backend, model.spec.row_bytes, description.dtype)
+    service = Encoder(intake, engine, live, leases, known, row_format)
+    return Desk(description, intake, engine, live, service, leases, known)
+
+
+def _no_adapter(info: AdapterInfo) -> Adapter:
+    raise WrongState(f"adapter {info.name!r}: an encoder engine has none")
+
+
+def _describe(
+    loaded: LoadedModel, instance_id: str, role: RoleName, moves: Moves | None, rows: Rows | None
+) -> EngineDescription:
     spec, config, options = loaded.model.text.spec, loaded.config, loaded.options
     return EngineDescription(
         role=role,
         instance_id=instance_id,
         device=str(spec.device),
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=_word(spec.dtype),
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         max_running_requests=config.max_running_requests,
@@ -259,10 +272,19 @@ def _describe(loaded: LoadedModel, instance_id: str, role: RoleName, backend: st
         max_loras=options.max_loras,
         kv_event_buffer=KV_EVENT_BUFFER if options.kv_events else 0,
         kv_event_heartbeat=KV_EVENT_HEARTBEAT,
-        kv_backend=backend,
-        hands_over=bool(backend) and role is not RoleName.DECODE,
-        takes_over=bool(backend) and role is not RoleName.PREFILL,
+        kv_backend="" if moves is None else moves.transport.backend,
+        hands_over=moves is not None and role is not RoleName.DECODE,
+        takes_over=moves is not None and role is not RoleName.PREFILL,
+        row_backend="" if rows is None else rows.moves.transport.backend,
+        takes_rows=rows is not None,
+        requires_rows=rows is not None and rows.required,
+        fingerprint=b"" if rows is None else loaded.frontend.processor.fingerprint,
     )
+
+
+def _word(dtype: torch.dtype) -> str:
+    """As torch spells it, without its prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _model_digest(loaded: LoadedModel) -> bytes:

@@ -63,6 +63,11 @@ class EngineProcess:
         )
         return cls(process, role)
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     async def wait_ready(self, progress: Callable[[int, int], None]) -> None:
         """Follow the loading until the engine serves.
 

@@ -69,7 +69,7 @@ def _memory() -> str:
 def _demo_answers() -> str:
     """Ask the shipped model about every shipped picture, through the whole engine."""
     from triptych.cli.ask import OPTIONS, ask_once, read_picture
-    from triptych.cli.assemble import load
+    from triptych.cli.loaded import load
 
     directory = model_directory(DEMO)
     loaded = load(DEMO, OPTIONS, lambda done, total: None)

@@ -10,12 +10,15 @@ import sys
 import threading
 import uuid
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.cli.assemble import ROLES, LoadedModel, Moves, load
+from triptych.cli.assemble import ROLES, Moves, Rows, encoder
 from triptych.cli.flags import split_address
+from triptych.cli.loaded import load, load_encoder
 from triptych.cli.progress import loading_bar
-from triptych.cli.transports import signer_of, transport_of
+from triptych.cli.transports import check_flags, row_transport_of, signer_of, transport_of
+from triptych.engine.row_arena import ROW_LAYOUT, count_row_blocks
 from triptych.roles.contract import HealthState, RoleName
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import check_address, serve_role
@@ -23,10 +26,11 @@ from triptych.rpc.server import check_address, serve_role
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from triptych.cli.options import EngineOptions, HandoffOptions
-    from triptych.roles.contract import Role
+    from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
+    from triptych.roles.contract import EngineDescription, Role
+    from triptych.roles.desk import Desk
     from triptych.rpc.tls import TlsFiles
-    from triptych.wire.session_signature import SessionSigner
+    from triptych.wire.handoff_signature import HandoffSigner
 
 STDIN = 0
 DRAIN_SECONDS = 30.0
@@ -80,18 +84,51 @@ class Assignment(NamedTuple):
     role: RoleName
     moves: Moves | None
     """KV that goes to other engines, or comes from them."""
-    signer: SessionSigner | None
+    rows: Rows | None
+    """Encoded pictures that do."""
+    signer: HandoffSigner | None
 
     @classmethod
-    def of(cls, role: RoleName, options: EngineOptions, handoff: HandoffOptions) -> Assignment:
+    def of(
+        cls,
+        role: RoleName,
+        options: EngineOptions,
+        handoff: HandoffOptions,
+        encoding: EncoderOptions,
+        *,
+        requires_handoff: bool,
+    ) -> Assignment:
         """As flags say it.
 
         Raises:
             StartupError: naming the flag.
         """
-        transport = transport_of(handoff, needed=role is not RoleName.AGGREGATED, device=options.device)
-        moves = None if transport is None else Moves(transport, handoff.session_ttl)
-        return cls(role, moves, signer_of(handoff))
+        check_flags(role, handoff, encoding, requires_handoff=requires_handoff)
+        kv = transport_of(handoff, needed=role in (RoleName.PREFILL, RoleName.DECODE), device=options.device)
+        moves = None if kv is None else Moves(kv, handoff.session_ttl)
+        way = row_transport_of(encoding, handoff.handoff_secret, needed=role is RoleName.ENCODER)
+        rows = None if way is None else Rows(Moves(way, encoding.encoder_ttl), encoding.encoder_quota, requires_handoff)
+        return cls(role, moves, rows, signer_of(handoff))
+
+    def load(self, model: str, options: EngineOptions, progress: Callable[[int, int], None]) -> Callable[[str], Desk]:
+        """Read what the role needs of a model. What comes back starts the engine, under its instance id.
+
+        Raises:
+            StartupError: one line that names the file, the tensor or the flag.
+        """
+        if self.rows is not None:
+            count_row_blocks(ROW_LAYOUT, self.rows.quota)
+        if self.rows is not None and self.role is RoleName.ENCODER:
+            return partial(encoder, load_encoder(model, options, progress), rows=self.rows)
+        tower = self.role is not RoleName.DECODE and not (self.rows is not None and self.rows.required)
+        loaded = load(model, options, progress, tower=tower)
+        return partial(ROLES[self.role], loaded, moves=self.moves, rows=self.rows)
+
+    def close(self) -> None:
+        """Once the engine has stopped; see ``Moves.close``."""
+        for moves in (self.moves, self.rows and self.rows.moves):
+            if moves is not None:
+                moves.close()
 
 
 def run(model: str, assignment: Assignment, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
@@ -102,13 +139,12 @@ def run(model: str, assignment: Assignment, options: EngineOptions, listeners: L
     """
     _check(listeners)
     parent = Parent() if announce else None
-    tower = assignment.role is not RoleName.DECODE
     if parent is not None:
-        loaded = load(model, options, parent.progress(), tower=tower)
+        start = assignment.load(model, options, parent.progress())
     else:
         with loading_bar(model) as bar:
-            loaded = load(model, options, bar, tower=tower)
-    return asyncio.run(_serve(loaded, assignment, listeners, parent))
+            start = assignment.load(model, options, bar)
+    return asyncio.run(_serve(start, assignment, listeners, parent))
 
 
 def _check(listeners: Listeners) -> None:
@@ -121,15 +157,16 @@ def _check(listeners: Listeners) -> None:
         check_address(*split_address(listeners.metrics), allow_plaintext=listeners.allow_plaintext)
 
 
-async def _serve(loaded: LoadedModel, assignment: Assignment, listeners: Listeners, parent: Parent | None) -> int:
+async def _serve(
+    start: Callable[[str], Desk], assignment: Assignment, listeners: Listeners, parent: Parent | None
+) -> int:
     stop = Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.ask)
     async with AsyncExitStack() as cleanup:
-        if assignment.moves is not None:
-            cleanup.push_async_callback(asyncio.to_thread, assignment.moves.close)
-        role = ROLES[assignment.role](loaded, uuid.uuid4().hex, assignment.moves)
+        cleanup.push_async_callback(asyncio.to_thread, assignment.close)
+        role = start(uuid.uuid4().hex)
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
         server = await serve_role(
             role,
@@ -141,16 +178,18 @@ async def _serve(loaded: LoadedModel, assignment: Assignment, listeners: Listene
         )
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, LAST_EVENTS_SECONDS)
+        metrics = None
         if listeners.metrics is not None:
             where = split_address(listeners.metrics)
             exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
+            metrics = exposition.address
         if parent is not None:
             parent.when_gone(lambda: loop.call_soon_threadsafe(stop.ask))
-            parent.say(event="ready", grpc=server.address, model=role.model.served_name)
+            parent.say(event="ready", grpc=server.address, metrics=metrics, model=role.model.served_name)
         else:
-            kv = role.engine.num_blocks * role.engine.block_size
-            print(f"{role.model.served_name} is ready on grpc://{server.address} (KV for {kv} tokens). Ctrl-C ends it.")
+            name, room = role.model.served_name, _room(role.engine)
+            print(f"{name} is ready on grpc://{server.address} ({room}). Ctrl-C ends it.")
         failure = await stopped_or_failed(stop, role)
         if failure is not None:
             print(f"triptych: the engine has failed and ends: {failure}", file=sys.stderr, flush=True)
@@ -158,6 +197,12 @@ async def _serve(loaded: LoadedModel, assignment: Assignment, listeners: Listene
             print("draining ...", flush=True)
         await role.drain(stop.grace)
     return 0 if failure is None else 1
+
+
+def _room(engine: EngineDescription) -> str:
+    if engine.role is RoleName.ENCODER:
+        return "an encoder"
+    return f"KV for {engine.num_blocks * engine.block_size} tokens"
 
 
 async def stopped_or_failed(stop: Stop, role: Role) -> str | None:

@@ -1,4 +1,4 @@
-"""``triptych eval parity``: do two engines answer as one does? In this process, over whatever model is there."""
+"""``triptych eval parity``: do engines apart answer as one does? In this process, over whatever model is there."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from triptych.cli.assemble import load
+from triptych.cli.loaded import load
 from triptych.cli.options import EngineOptions
-from triptych.cli.parity import Compared, Sides
+from triptych.cli.parity import Compared, Sides, Topology
 from triptych.cli.parity_cases import GROUPS, TITLES, Case, Material
 from triptych.cli.progress import loading_bar
 from triptych.cli.transports import NIXL, SHARED_DIR, SHARED_MEMORY, Nixl, SharedDir, Transport
@@ -30,14 +30,14 @@ from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPubli
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
     from triptych.cli.transports import Tell
-    from triptych.transport.contract import KvFetcher, KvPool, KvPublisher
+    from triptych.transport.contract import BlockMemory, Fetcher, Publisher
 
 Kind = Literal["memory", "shared-dir", "nixl"]
 
 OPTIONS = EngineOptions(dtype="float32", kv_cache_bytes=64 * MIB, max_running_requests=16, max_loras=0, kv_events=False)
-"""Of each of the three engines. Equal tokens are a promise of float32: what is coarser rounds by the batch."""
+"""Of each of the engines. Equal tokens are a promise of float32: what is coarser rounds by the batch."""
 SESSION_SECONDS = 60.0
 SHOWN = 10
 """Differences that are shown."""
@@ -51,25 +51,29 @@ class Memory:
     def __init__(self) -> None:
         self._exchange = MemoryExchange()
 
-    def publisher(self, pool: KvPool, instance_id: str, tell: Tell) -> KvPublisher:
+    def publisher(self, pool: BlockMemory, instance_id: str, tell: Tell) -> Publisher:
         """The producer's side."""
         return MemoryPublisher(pool, instance_id, tell, self._exchange)
 
-    def fetcher(self, pool: KvPool, instance_id: str) -> KvFetcher:
+    def fetcher(self, pool: BlockMemory, instance_id: str) -> Fetcher:
         """The consumer's side."""
         return MemoryFetcher(pool, self._exchange)
 
 
-def run(model: str, kind: Kind, only: Sequence[str]) -> int:
+def run(model: str, topology: Topology, kind: Kind, only: Sequence[str]) -> int:
     """Print a row for each group of cases; returns 1 if any differed."""
     with loading_bar(model) as bar:
         loaded = load(model, OPTIONS, bar)
     material = Material(loaded)
-    groups = {name: list(GROUPS[name](material)) for name in GROUPS if name in only or not only}
+    groups = {
+        name: [case for case in GROUPS[name](material) if possible(case, topology)]
+        for name in GROUPS
+        if name in only or not only
+    }
     with _transport(kind) as transport, _bar(sum(map(len, groups.values()))) as advance:
-        compared = asyncio.run(_compare(loaded, transport, groups, material.placeholder, advance))
+        compared = asyncio.run(_compare(loaded, transport, topology, groups, material.placeholder, advance))
     console = Console(highlight=False)
-    console.print(f"one engine against prefill and decode over {kind}: {escape(loaded.frontend.model.served_name)}")
+    console.print(f"one engine against {topology} over {kind}: {escape(loaded.frontend.model.served_name)}")
     console.print(_table(compared))
     wrong = [one for results in compared.values() for one in results if one.differences]
     for one in wrong[:SHOWN]:
@@ -77,6 +81,11 @@ def run(model: str, kind: Kind, only: Sequence[str]) -> int:
     if len(wrong) > SHOWN:
         console.print(f"and {len(wrong) - SHOWN} more")
     return int(bool(wrong))
+
+
+def possible(case: Case, topology: Topology) -> bool:
+    """Whether there is an engine that could have what the case wants cached."""
+    return case.reuse is None or not case.reuse.on_decode or topology.endswith("+d")
 
 
 @contextmanager
@@ -104,6 +113,7 @@ def _bar(total: int) -> Generator[Callable[[], None], None, None]:
 async def _compare(
     loaded: LoadedModel,
     transport: Transport,
+    topology: Topology,
     groups: dict[str, list[Case]],
     placeholder: int | None,
     advance: Callable[[], None],
@@ -112,7 +122,7 @@ async def _compare(
     results: dict[str, list[Compared]] = {name: [] for name in groups}
     cases = [(name, case) for name, cases in groups.items() for case in cases]
     for chunk, same in groupby(cases, lambda pair: pair[1].chunk):
-        async with Sides(loaded, transport, chunk) as sides:
+        async with Sides(loaded, transport, topology, chunk) as sides:
             for name, case in same:
                 results[name].append(await sides.compare(case, placeholder))
                 advance()

@@ -11,7 +11,9 @@ from cyclopts import Parameter
 from triptych.core.errors import StartupError
 
 DEMO = "demo"
-ROLES_BY_LETTER = {"p": "prefill", "d": "decode"}
+ROLES_BY_LETTER = {"e": "encoder", "p": "prefill", "d": "decode", "pd": "aggregated"}
+GENERATORS = ({"aggregated"}, {"prefill", "decode"})
+"""What it takes to answer a request, beside encoders: the one or the other."""
 MAX_ENGINES = 64
 """On one machine."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -56,19 +58,20 @@ def _topology(_: object, value: object) -> None:
 
 
 def split_topology(topology: str) -> tuple[str, ...]:
-    """``2p+d`` as the roles of the engines: prefill, prefill, decode.
+    """``2e+p+d`` as the roles of the engines: encoder, encoder, prefill, decode.
 
     Raises:
         ValueError: it is none.
     """
     if topology == "aggregated":
         return (topology,)
-    words = [re.fullmatch(r"([1-9][0-9]?)?([pd])", word) for word in topology.split("+")]
+    words = [re.fullmatch(r"([1-9][0-9]?)?(e|pd|p|d)", word) for word in topology.split("+")]
     roles = [ROLES_BY_LETTER[word[2]] for word in words if word for _ in range(int(word[1] or 1))]
-    if None in words or set(roles) != set(ROLES_BY_LETTER.values()) or len(roles) > MAX_ENGINES:
+    if None in words or set(roles) - {"encoder"} not in GENERATORS or len(roles) > MAX_ENGINES:
         raise ValueError(
-            f"{topology!r} is no topology: write aggregated, or how many prefill and decode engines, such as p+d or "
-            f"2p+2d; at least one of each, at most {MAX_ENGINES} in all"
+            f"{topology!r} is no topology: write aggregated, or how many engines encode (e), compute prompts (p), "
+            f"decode (d), or do the latter two together (pd), such as p+d, e+pd, e+p+d or 2e+1p+2d; at most "
+            f"{MAX_ENGINES} in all"
         )
     return tuple(roles)
 
@@ -145,7 +148,8 @@ Topology = Annotated[
     str,
     Parameter(
         validator=_topology,
-        help="Which engines to start: aggregated, or prefill and decode engines apart, such as p+d or 2p+2d.",
+        help="Which engines to start: aggregated, or encoders (e), prefill (p) and decode (d) engines apart, pd being "
+        "both of these in one, such as p+d, e+pd, e+p+d or 2e+1p+2d.",
     ),
 ]
 AllowPlaintext = Annotated[

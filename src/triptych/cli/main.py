@@ -26,7 +26,7 @@ from triptych.cli.flags import (
     TlsKey,
     Topology,
 )
-from triptych.cli.options import EngineOptions, HandoffOptions
+from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
 from triptych.core.errors import TriptychError, one_line
 
 # gRPC's own log lines ("Got goaway", ...) are not for people; its errors reach us as exceptions.
@@ -36,8 +36,11 @@ Options = Annotated[EngineOptions, Parameter(name="*")]
 NO_OPTIONS = EngineOptions()
 Handoff = Annotated[HandoffOptions, Parameter(name="*")]
 NO_HANDOFF = HandoffOptions()
+Encoder = Annotated[EncoderOptions, Parameter(name="*")]
+NO_ENCODER = EncoderOptions()
 ParityGroup = Literal[
     "greedy",
+    "alike",
     "sampled",
     "outputs",
     "logprobs",
@@ -63,12 +66,21 @@ def engine(
     /,
     *,
     role: Annotated[
-        Literal["aggregated", "prefill", "decode"], Parameter(help="What part of the work it does.")
+        Literal["aggregated", "prefill", "decode", "encoder"], Parameter(help="What part of the work it does.")
     ] = "aggregated",
+    requires_handoff: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Take pictures only as an encoder engine has encoded them, and load no tower. For prefill and "
+            "aggregated engines with --encoder-transport.",
+        ),
+    ] = False,
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
     options: Options = NO_OPTIONS,
     handoff: Handoff = NO_HANDOFF,
+    encoder: Encoder = NO_ENCODER,
     tls_certificate: TlsCertificate = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
@@ -81,7 +93,7 @@ def engine(
     from triptych.rpc.tls import TlsFiles
 
     tls = TlsFiles.of(tls_certificate, tls_key, tls_client_ca)
-    assignment = Assignment.of(RoleName(role), options, handoff)
+    assignment = Assignment.of(RoleName(role), options, handoff, encoder, requires_handoff=requires_handoff)
     return run(model, assignment, options, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
 
 
@@ -114,12 +126,13 @@ def serve(
     http: HttpAddress = "127.0.0.1:8000",
     options: Options = NO_OPTIONS,
     handoff: Handoff = NO_HANDOFF,
+    encoder: Encoder = NO_ENCODER,
     allow_plaintext: AllowPlaintext = False,
 ) -> int:
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
     from triptych.cli.serve import EngineFlags, run
 
-    return run(model, topology, EngineFlags(options, handoff), http, allow_plaintext=allow_plaintext)
+    return run(model, topology, EngineFlags(options, handoff, encoder), http, allow_plaintext=allow_plaintext)
 
 
 @app.command
@@ -145,17 +158,20 @@ def parity(
     /,
     *,
     kv_transport: Annotated[
-        Literal["memory", "shared-dir", "nixl"], Parameter(help="How KV moves between the two engines.")
+        Literal["memory", "shared-dir", "nixl"], Parameter(help="How KV and pictures move between the engines.")
     ] = "shared-dir",
+    topology: Annotated[
+        Literal["p+d", "e+pd", "e+p+d"], Parameter(help="The engines that are compared with one.")
+    ] = "p+d",
     only: Annotated[
         list[ParityGroup] | None,
         Parameter(negative="", help="A group of cases; may be given several times. Default: all."),
     ] = None,
 ) -> int:
-    """Compare one engine with prefill and decode apart: tokens, text, log probabilities, usage; in this process."""
+    """Compare one engine with several that share its work: tokens, text, log probabilities, usage; in this process."""
     from triptych.cli.eval import run
 
-    return run(model, kv_transport, only or ())
+    return run(model, topology, kv_transport, only or ())
 
 
 @app.command

@@ -123,6 +123,34 @@ class HandoffOptions:
         return _words({one.name: getattr(self, one.name) for one in fields(self) if one.name != "handoff_secret"})
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """How encoder engines hand pictures to others. Each field is a flag of ``engine`` and of ``serve``."""
+
+    encoder_transport: Annotated[
+        Literal["shared-dir", "nixl"] | None,
+        Parameter(
+            help="How encoded pictures move between engines. Default: shared-dir for encoders, else none. With one, "
+            "engines that compute prompts take what encoders have encoded."
+        ),
+    ] = None
+    encoder_directory: Annotated[
+        Path | None,
+        Parameter(
+            help="Private directory of shared-dir for them, the same for all engines of a host. Default: one of the "
+            "user's in /dev/shm, else in the directory for temporary files."
+        ),
+    ] = None
+    encoder_quota: Annotated[int, _bytes("Memory for encoded pictures on their way, on either side")] = 256 * MIB
+    encoder_ttl: Annotated[
+        float, Parameter(validator=positive, help="Seconds for which an encoded picture waits to be used.")
+    ] = 60.0
+
+    def words(self) -> list[str]:
+        """The same as command-line words, for a child process."""
+        return _words({one.name: getattr(self, one.name) for one in fields(self)})
+
+
 def _words(values: dict[str, object]) -> list[str]:
     words = []
     for name, value in values.items():

@@ -1,9 +1,12 @@
-"""One request answered by one engine, and by two, and what differs between the answers.
+"""One request answered by one engine, and by several, and what differs between the answers.
 
-    whole    aggregated                                        -> Said
-    apart    prefill -> session, through the wire -> decode    -> Said
+    whole    aggregated                                                                  -> Said
+    p+d      prefill -> session -> decode                                                -> Said
+    e+pd     encoder -> references -> an engine that prefills and decodes                -> Said
+    e+p+d    encoder -> references -> prefill -> session -> decode                       -> Said
 
-Nothing of one case is cached for another: each has a salt of its own.
+Sessions and references go through the wire's bytes. Nothing of one case is cached for another: each has a salt of its
+own.
 """
 
 from __future__ import annotations
@@ -14,30 +17,41 @@ import uuid
 from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from triptych.cli.assemble import Moves, aggregated, decode, prefill
-from triptych.core.errors import Internal, TriptychError
-from triptych.core.events import Failed, Finished, PrefillReady, Prompt, Tokens
-from triptych.core.request import CacheOptions, GenerateRequest, Stopping
+from triptych.cli.assemble import Moves, Rows, aggregated, decode, encoder, prefill
+from triptych.cli.loaded import LoadedTower
+from triptych.core.config import MIB
+from triptych.core.encoded import EncoderReference
+from triptych.core.errors import Internal, StartupError, TriptychError
+from triptych.core.events import EncoderReady, Failed, Finished, PrefillReady, Prompt, Tokens
+from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest, Stopping
 from triptych.core.session import KvSession
+from triptych.models.contract import TowerModel
+from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
-from triptych.wire.gen import kv_pb2
+from triptych.wire.gen import encoder_pb2, kv_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
     from triptych.cli.parity_cases import Case
     from triptych.cli.transports import Transport
     from triptych.core.events import FinishReason, StopMatch, Usage
     from triptych.core.logprobs import TokenLogprob
     from triptych.roles.contract import Role
+    from triptych.roles.desk import Desk
+
+Topology = Literal["p+d", "e+pd", "e+p+d"]
 
 TOLERANCE = 1e-4
 """Of log probabilities."""
-SESSION_SECONDS = 60.0
-CODEC = SessionCodec()
+HANDOFF_SECONDS = 60.0
+ROW_BYTES = 64 * MIB
+"""Memory for encoder rows on their way, on either side."""
+SESSIONS = SessionCodec()
+REFERENCES = ReferenceCodec()
 
 
 @dataclass(slots=True)
@@ -59,6 +73,7 @@ class Said:
     """The prompt's own tokens and log probabilities, where they were asked for."""
     usage: Usage | None = None
     session: KvSession | None = None
+    references: tuple[EncoderReference, ...] = ()
     error: str = ""
 
 
@@ -74,38 +89,52 @@ class Compared(NamedTuple):
 
 
 class Sides:
-    """One engine, and two that do the same together. Enter it on an event loop.
+    """One engine, and several that do the same together. Enter it on an event loop.
 
     Args:
-        loaded: the model, which all three share.
-        transport: between the two.
+        loaded: the model, which all of them share.
+        transport: between them.
+        topology: which engines do it together.
         chunk: prompt tokens of one step; None leaves it as it was loaded.
     """
 
-    def __init__(self, loaded: LoadedModel, transport: Transport, chunk: int | None) -> None:
+    def __init__(self, loaded: LoadedModel, transport: Transport, topology: Topology, chunk: int | None) -> None:
         if chunk is not None:
             loaded = replace(loaded, config=replace(loaded.config, max_batched_tokens=chunk))
         self._loaded = loaded
-        self._moves = Moves(transport, SESSION_SECONDS)
+        self._topology = topology
+        self._moves = Moves(transport, HANDOFF_SECONDS)
+        self._encoder: Role | None = None
+        self._decode: Role | None = None
         self._cleanup = AsyncExitStack()
 
     async def __aenter__(self) -> Sides:
         """Start the engines."""
+        loaded, moves = self._loaded, self._moves
+        rows = Rows(moves, ROW_BYTES, required=True) if self._topology.startswith("e") else None
         async with AsyncExitStack() as starting:
-            starting.push_async_callback(asyncio.to_thread, self._moves.close)
-            self._whole = aggregated(self._loaded, uuid.uuid4().hex, check=True)
-            starting.push_async_callback(self._whole.drain, 0)
-            self._prefill = prefill(self._loaded, uuid.uuid4().hex, self._moves, check=True)
-            starting.push_async_callback(self._prefill.drain, 0)
-            self._decode = decode(self._loaded, uuid.uuid4().hex, self._moves, check=True)
-            starting.push_async_callback(self._decode.drain, 0)
+
+            def running(desk: Desk) -> Desk:
+                starting.push_async_callback(desk.drain, 0)
+                return desk
+
+            starting.push_async_callback(asyncio.to_thread, moves.close)
+            self._whole = running(aggregated(loaded, uuid.uuid4().hex, check=True))
+            if rows is not None:
+                self._encoder = running(encoder(_tower(loaded), uuid.uuid4().hex, rows, check=True))
+            if self._topology.endswith("pd"):
+                self._reader = running(aggregated(loaded, uuid.uuid4().hex, None, rows, check=True))
+            else:
+                self._reader = running(prefill(loaded, uuid.uuid4().hex, moves, rows, check=True))
+                self._decode = running(decode(loaded, uuid.uuid4().hex, moves, check=True))
             self._cleanup = starting.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Stop them, and give their memory back: their parts know each other, and few objects hold much."""
         await self._cleanup.aclose()
-        del self._whole, self._prefill, self._decode
+        del self._whole, self._reader
+        self._encoder = self._decode = None
         gc.collect()
 
     async def compare(self, case: Case, placeholder: int | None) -> Compared:
@@ -134,7 +163,7 @@ class Sides:
                 differences.append(f"the decode engine fetched {moved} blocks, and had {wanted} of {moved + kept}")
         tokens = sum(len(output.token_ids) for output in whole.outputs.values())
         cached = 0 if rest.usage is None else rest.usage.cached_prompt_tokens
-        return Compared(case, tokens, cached + kept * self._decode.engine.block_size, tuple(differences))
+        return Compared(case, tokens, cached + kept * self._whole.engine.block_size, tuple(differences))
 
     def _request(self, case: Case, salt: str) -> GenerateRequest:
         return GenerateRequest(
@@ -172,22 +201,49 @@ class Sides:
         if case.reuse.on_decode:
             await self._ask_apart(warm, warm)
         else:
-            session = (await _ask(self._prefill, replace(warm, handoff=True))).session
+            session = (await self._read(warm)).session
             if session is not None:
-                await self._prefill.abort_session(session.handle.session_id)
+                await self._reader.abort_session(session.handle.session_id)
         length = 0 if said.usage is None else said.usage.prompt_tokens
         return length // self._whole.engine.block_size
 
     async def _ask_apart(self, first: GenerateRequest, rest: GenerateRequest) -> tuple[Said, Said]:
-        """What the prefill engine says, and the decode engine, which gets neither media nor text."""
-        begun = await _ask(self._prefill, replace(first, handoff=True))
+        """What the engine says that reads the prompt, and the one that answers, which gets neither media nor text."""
+        begun = await self._read(first)
+        if self._decode is None:
+            return begun, begun
         if begun.session is None:
             return begun, Said(error=begun.error or "there was no session")
-        message = kv_pb2.KvSessionRef.FromString(CODEC.encode(begun.session).SerializeToString())
-        return begun, await _ask(self._decode, replace(rest, session=CODEC.decode(message), media=()))
+        message = kv_pb2.KvSessionRef.FromString(SESSIONS.encode(begun.session).SerializeToString())
+        return begun, await _ask(self._decode, replace(rest, session=SESSIONS.decode(message), media=()))
+
+    async def _read(self, request: GenerateRequest) -> Said:
+        """Have the prompt computed, with its media encoded elsewhere where there is an encoder."""
+        request = replace(request, handoff=self._decode is not None)
+        if self._encoder is None or not request.media:
+            return await _ask(self._reader, request)
+        encoded = await _ask(self._encoder, replace(request, handoff=False, encode=EncodeOptions()))
+        if encoded.error:
+            return encoded
+        references = tuple(
+            REFERENCES.decode(encoder_pb2.EncoderCacheRef.FromString(REFERENCES.encode(reference).SerializeToString()))
+            for reference in encoded.references
+        )
+        return await _ask(self._reader, replace(request, media=(), references=references))
 
     def _imported_blocks(self) -> int:
-        return int(self._decode.statistics()["scheduler"]["imported_blocks"])
+        return 0 if self._decode is None else int(self._decode.statistics()["scheduler"]["imported_blocks"])
+
+
+def _tower(loaded: LoadedModel) -> LoadedTower:
+    """The same checkpoint as an encoder engine has it.
+
+    Raises:
+        StartupError: it has no tower.
+    """
+    if loaded.model.tower is None:
+        raise StartupError(f"{loaded.directory}: the model has no tower, so there is nothing to encode")
+    return LoadedTower(TowerModel(loaded.model.tower, loaded.model.text.spec.rows), loaded.config, loaded.frontend)
 
 
 async def _ask(role: Role, request: GenerateRequest) -> Said:
@@ -212,6 +268,8 @@ async def _ask(role: Role, request: GenerateRequest) -> Said:
                     said.usage = event.usage
                 case PrefillReady(session=KvSession() as session):
                     said.session = session
+                case EncoderReady(references=references):
+                    said.references = tuple(each for each in references if isinstance(each, EncoderReference))
                 case PrefillReady():
                     raise Internal("a role of this process sealed its session")
                 case Failed(error=failure):
@@ -222,9 +280,9 @@ async def _ask(role: Role, request: GenerateRequest) -> Said:
 
 
 def _differences(whole: Said, first: Said, rest: Said) -> Iterable[str]:
-    """What two engines said otherwise than one."""
+    """What several engines said otherwise than one."""
     if whole.error or rest.error:
-        yield f"one engine: {whole.error or 'an answer'}; two: {rest.error or 'an answer'}"
+        yield f"one engine: {whole.error or 'an answer'}; several: {rest.error or 'an answer'}"
         return
     yield from _output_differences("the prompt", whole.prompt, first.prompt)
     if whole.outputs.keys() != rest.outputs.keys():

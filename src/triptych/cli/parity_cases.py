@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -11,7 +12,7 @@ from PIL import Image, ImageDraw
 
 from triptych.core.guide import Guide, GuideKind
 from triptych.core.logprobs import LogprobOptions, TopN
-from triptych.core.media import MediaItem, Modality, RawBytes
+from triptych.core.media import DataUri, MediaItem, Modality, RawBytes
 from triptych.core.request import Sampling, Stopping
 from triptych.engine.grammar import guided_available
 from triptych.text.chat import ChatMessage, ChatTemplate
@@ -19,7 +20,7 @@ from triptych.text.chat import ChatMessage, ChatTemplate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from triptych.cli.assemble import LoadedModel
+    from triptych.cli.loaded import LoadedModel
 
 MOST_PICTURES = 4
 SMALLEST_CHUNK = 16
@@ -81,10 +82,14 @@ class Material:
     def case(self, pictures: int, question: str, name: str = "") -> Case:
         """A question about so many pictures; greedy and short."""
         items = tuple(MediaItem(Modality.IMAGE, RawBytes(picture(index))) for index in range(pictures))
+        what = "no picture" if not pictures else "1 picture" if pictures == 1 else f"{pictures} pictures"
+        return self.asked(items, question, ", ".join(filter(None, (what, name))))
+
+    def asked(self, items: tuple[MediaItem, ...], question: str, name: str) -> Case:
+        """A question about these pictures; greedy and short."""
         message = ChatMessage("user", (*items, question))
         prompt = self._template.render([message], max_tokens=self._model.max_context)
-        what = "no picture" if not pictures else "1 picture" if pictures == 1 else f"{pictures} pictures"
-        return Case(", ".join(filter(None, (what, name))), prompt.token_ids, prompt.media)
+        return Case(name, prompt.token_ids, prompt.media)
 
 
 @cache
@@ -101,11 +106,43 @@ def picture(index: int) -> bytes:
     return out.getvalue()
 
 
+@cache
+def shape(colour: str) -> bytes:
+    """A circle, the same but for its colour, as PNG."""
+    image = Image.new("RGB", (112, 112), "white")
+    ImageDraw.Draw(image).ellipse((20, 20, 90, 90), fill=colour)
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 def _greedy(material: Material) -> Iterator[Case]:
     for count in material.pictures:
         for question in QUESTIONS:
             yield replace(material.case(count, question, question), stopping=Stopping(max_tokens=32))
         yield replace(material.case(count, QUESTIONS[0], "beyond its end"), stopping=LONG)
+
+
+def _alike(material: Material) -> Iterator[Case]:
+    """Pictures that could be taken for one another, and one picture sent in two ways."""
+    if material.placeholder is None:
+        return
+    red, blue = (MediaItem(Modality.IMAGE, RawBytes(shape("red" if first else "blue"))) for first in (True, False))
+    ways = {
+        "the same twice": (red, red),
+        "alike, one way round": (red, blue),
+        "alike, the other way round": (blue, red),
+        "the same and another": (red, blue, red),
+        "as a data URI": (MediaItem(Modality.IMAGE, DataUri("data:image/png;base64," + _base64(shape("red")))),),
+        "with a name": (replace(red, uuid="one"), replace(blue, uuid="one")),
+    }
+    for name, items in ways.items():
+        for question in QUESTIONS[:2]:
+            yield replace(material.asked(items, question, f"{name}: {question}"), stopping=LONG)
 
 
 def _sampled(material: Material) -> Iterator[Case]:
@@ -188,6 +225,7 @@ def _reused(material: Material, *, on_prefill: bool, on_decode: bool) -> Iterato
 
 GROUPS: dict[str, Callable[[Material], Iterator[Case]]] = {
     "greedy": _greedy,
+    "alike": _alike,
     "sampled": _sampled,
     "outputs": _several,
     "logprobs": _logprobs,
@@ -202,6 +240,7 @@ GROUPS: dict[str, Callable[[Material], Iterator[Case]]] = {
 
 TITLES = {
     "greedy": "greedy, 0-4 pictures",
+    "alike": "pictures that are alike",
     "sampled": "seeded sampling, 0-4 pictures",
     "outputs": "n = 3, 0-4 pictures",
     "logprobs": "log probabilities, top 5",

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.cli.child import EngineProcess, EngineRefused
@@ -14,7 +15,7 @@ from triptych.cli.flags import model_directory, served_name, split_address, spli
 from triptych.cli.gateway import open_gateway
 from triptych.cli.options import SECRET_VARIABLE
 from triptych.cli.progress import loading_bars
-from triptych.cli.transports import signer_of
+from triptych.cli.transports import SHARED_DIR, signer_of
 from triptych.core.errors import StartupError
 from triptych.rpc.server import check_address
 from triptych.text.chat import ChatTemplate
@@ -22,22 +23,34 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
-    from triptych.cli.options import EngineOptions, HandoffOptions
-
+    from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
 
 READY_SECONDS = 60.0
 """How long the gateway may take to learn a model from engines that are ready."""
 
 
 class EngineFlags(NamedTuple):
-    """What all the engines are started with."""
+    """What the engines are started with."""
 
     options: EngineOptions
     handoff: HandoffOptions
+    encoder: EncoderOptions
 
-    def words(self) -> list[str]:
-        """As command-line words."""
-        return [*self.options.words(), *self.handoff.words()]
+    def words(self, role: str, topology: tuple[str, ...]) -> list[str]:
+        """As command-line words, for one of the engines of a topology. Each gets those that concern its role.
+
+        Where there are encoders the others have none of their own.
+        """
+        words = self.options.words()
+        if role == "encoder":
+            return words + self.encoder.words()
+        words += self.handoff.words()
+        if role == "decode":
+            return words
+        if "encoder" not in topology:
+            return words + self.encoder.words()
+        taken = replace(self.encoder, encoder_transport=self.encoder.encoder_transport or SHARED_DIR)
+        return [*words, *taken.words(), "--requires-handoff"]
 
     def environment(self) -> dict[str, str]:
         """The secret, which everybody on this machine could read among the words; of this start's own if need be."""
@@ -67,7 +80,7 @@ async def _serve(model: str, roles: tuple[str, ...], flags: EngineFlags, http: s
         engines: list[EngineProcess] = []
         cleanup.push_async_callback(_stop_all, engines)
         for role in roles:
-            engine = await EngineProcess.start(role, [model, *flags.words()], environment)
+            engine = await EngineProcess.start(role, [model, *flags.words(role, roles)], environment)
             engines.append(engine)
         up = asyncio.create_task(_bring_up(cleanup, engines, model, http))
         stopping = asyncio.create_task(stop.wait())

@@ -1,4 +1,4 @@
-"""One item as the tower reads it."""
+"""One item as an engine gets it: to be encoded, or encoded elsewhere."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ class EncoderInput:
     layout: ItemLayout
     patches: npt.NDArray[np.float32]
     """Shape [encoder tokens, channels * temporal patch * patch * patch], in the family's patch order."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedInput:
+    """The rows of one item, which another engine's tower has computed."""
+
+    layout: ItemLayout
+    rows: npt.NDArray[np.uint8]
+    """Shape [rows, row bytes]: bytes of numbers in the decoder's dtype, all deepstack levels of a row together."""
+
+
+ItemInput = EncoderInput | EncodedInput

@@ -12,11 +12,14 @@
     │   └── AdapterNotFound       no adapter of this name is loaded
     ├── AdapterConflict           its id or name is taken by another adapter
     ├── WrongState                what was asked does not fit how the engine was started, or which start it is
-    │   └── SessionMismatch       a session of another model, adapter or processor: says what differs
-    ├── Unauthenticated           a session that the hand-off secret did not sign
+    │   ├── SessionMismatch       a session of another model, adapter or processor: says what differs
+    │   └── ReferenceMismatch     encoder rows of another model or processor: says what differs
+    ├── Unauthenticated           a session or a reference that the hand-off secret did not sign
     ├── RequestNotFound           no such request
     ├── KvSessionNotFound         the session is unknown, spent, aborted or expired; a new prefill helps
     ├── KvTransferFailed          the session's KV could not be had; a new prefill helps
+    ├── ReferenceNotFound         encoder rows are unknown, spent, released or expired; encoding again helps
+    ├── RowTransferFailed         encoder rows could not be had; encoding again helps
     ├── DuplicateRequest          the id is in use by a live request
     ├── Overloaded                a queue or a limit is full; retry later or elsewhere
     ├── Draining                  the engine is shutting down; retry elsewhere
@@ -162,8 +165,12 @@ class SessionMismatch(WrongState):
     """Expected. A session that an engine of another model, adapter, processor or KV layout made; says what differs."""
 
 
+class ReferenceMismatch(WrongState):
+    """Expected. Encoder rows that an engine of another model, processor or number format made; says what differs."""
+
+
 class Unauthenticated(TriptychError):
-    """Expected. A session without the signature of the hand-off secret that this engine was started with."""
+    """Expected. A session or a reference that is not signed with the hand-off secret of this engine."""
 
     status = Status.UNAUTHENTICATED
     code = Code.INVALID_ARGUMENT
@@ -186,6 +193,22 @@ class KvSessionNotFound(TriptychError):
 
 class KvTransferFailed(TriptychError):
     """Expected. The session's KV could not be had: its engine is gone, or the transfer failed or took too long."""
+
+    status = Status.UNAVAILABLE
+    code = Code.KV_TRANSFER_FAILED
+    retryable = True
+
+
+class ReferenceNotFound(TriptychError):
+    """Expected. The encoder output is unknown, was used before, was released, or its time is over."""
+
+    status = Status.NOT_FOUND
+    code = Code.KV_SESSION_NOT_FOUND
+    retryable = True
+
+
+class RowTransferFailed(TriptychError):
+    """Expected. The encoder output could not be had: its engine is gone, or the transfer failed or took too long."""
 
     status = Status.UNAVAILABLE
     code = Code.KV_TRANSFER_FAILED

@@ -12,8 +12,9 @@ from triptych.core.finish import StopText as StopText
 from triptych.core.finish import StopToken as StopToken
 
 if TYPE_CHECKING:
+    from triptych.core.encoded import Reference
     from triptych.core.errors import TriptychError
-    from triptych.core.handles import KvHandle
+    from triptych.core.handles import KvHandle, RowHandle
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.session import FirstToken, Session
 
@@ -88,6 +89,16 @@ class PrefillReady:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EncoderReady:
+    """The media are encoded, and another engine can use them. Terminal."""
+
+    request_id: str
+    references: tuple[Reference, ...]
+    """One for each item of the request, in its order."""
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Failed:
     """The request failed after it was accepted. Terminal."""
 
@@ -114,12 +125,35 @@ class Prefilled:
     spans: tuple[Span, ...]
 
 
-Event = Prompt | Tokens | PrefillReady | Finished | Failed
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One item's rows, where others can take them. Terminal. Inside the engine only."""
+
+    request_id: str
+    handle: RowHandle
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsGone:
+    """Rows that were thought to be cached are not. Terminal. Inside the engine only.
+
+    It is said of all items of a group at once, before anything of it is encoded or held: the group is to be submitted
+    again as a whole, with the inputs of the items that came without. Were only those submitted again, two requests
+    could wait for the memory that each other's finished items hold.
+    """
+
+    request_id: str
+
+
+Event = Prompt | Tokens | PrefillReady | EncoderReady | Finished | Failed
 """What a caller hears."""
-EngineEvent = Prompt | Admitted | Tokens | Prefilled | Finished | Failed
+EngineEvent = Prompt | Admitted | Tokens | Prefilled | Encoded | RowsGone | Finished | Failed
 """What an engine says to its role."""
 
 
 def is_terminal(event: Event) -> bool:
     """Whether nothing follows the event."""
-    return isinstance(event, PrefillReady | Failed) or (isinstance(event, Finished) and event.usage is not None)
+    return isinstance(event, PrefillReady | EncoderReady | Failed) or (
+        isinstance(event, Finished) and event.usage is not None
+    )

@@ -12,10 +12,11 @@ from triptych.core.logprobs import LogprobOptions
 
 if TYPE_CHECKING:
     from triptych.core.adapter import Adapter
-    from triptych.core.encoder_input import EncoderInput
+    from triptych.core.encoded import Reference
+    from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.guide import Grammar, Guide
     from triptych.core.handles import KvHandle
-    from triptych.core.layout import Positions
+    from triptych.core.layout import ItemLayout, Positions
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
@@ -128,6 +129,14 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """How encoder outputs shall be handed over."""
+
+    backend: str = ""
+    """The transport; empty: the engine's own."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request as the client sent it: text or tokens, with media not yet opened."""
 
@@ -153,6 +162,10 @@ class GenerateRequest:
     """What another engine computed of this prompt; the answer goes on from it."""
     handoff: bool = False
     """Compute the prompt for another engine: the answer ends with ``PrefillReady``."""
+    encode: EncodeOptions | None = None
+    """Encode the media for another engine, and nothing else: the answer ends with ``EncoderReady``."""
+    references: tuple[Reference, ...] = ()
+    """Encoder outputs to use instead of media: the i-th belongs to the i-th placeholder marker."""
 
     def __post_init__(self) -> None:
         """Check the fields that need no model.
@@ -172,6 +185,16 @@ class GenerateRequest:
         _require(
             self.session is None or not self.handoff,
             "kv.session asks to go on from a prompt, extra.request_type 'context_only' to compute it; not both",
+        )
+        _require(
+            not (self.media and self.references),
+            f"{len(self.media)} media item(s) and {len(self.references)} encoder_cache reference(s): send one or the "
+            "other",
+        )
+        _require(
+            self.encode is None or not (self.references or self.session or self.handoff),
+            "encoder asks for the media to be encoded and nothing else; leave out encoder_cache, kv.session and "
+            "extra.request_type",
         )
 
 
@@ -195,7 +218,7 @@ class Request:
     request_id: str
     plan: PromptPlan
     positions: Positions
-    inputs: tuple[EncoderInput, ...]
+    inputs: tuple[ItemInput, ...]
     """One per item of the plan, in the same order; or none with ``resume``, and the prompt cannot be computed here."""
     sampling: Sampling
     """With its seed filled in."""
@@ -215,3 +238,19 @@ class Request:
     several outputs all name it."""
     resume: Resume | None = None
     """Go on from another engine's work. Of several outputs all do, from one handle."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeRequest:
+    """One item that an encoder engine can run. All items of one client's request are a group."""
+
+    request_id: str
+    layout: ItemLayout
+    """Its runs begin at position 0."""
+    input: EncoderInput | None
+    """None: the item was encoded before, and its rows are perhaps still cached; if not, ``RowsGone``."""
+    export: str
+    """The session under which its rows are handed to another engine."""
+    arrival: float
+    """Monotonic seconds."""
+    priority: int = 0

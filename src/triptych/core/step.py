@@ -66,12 +66,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Name the next blocks of one prompt to another engine. It is not done if the request fails in this step."""
+    """Name the next blocks of one prompt, or those of one item's rows, to another engine.
+
+    It is not done if the request fails in this step.
+    """
 
     request_id: str
     session_id: str
     blocks: tuple[int, ...]
-    """In prompt order, at least one; with ``seals`` the last one may be partly filled."""
+    """In order, at least one; with ``seals`` the last one may be partly filled."""
     opens: bool
     """Whether it is the session's first."""
     seals: bool

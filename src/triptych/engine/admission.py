@@ -17,6 +17,7 @@ from triptych.core.errors import Overloaded
 
 if TYPE_CHECKING:
     from triptych.core.config import SchedulerConfig
+    from triptych.core.errors import InvalidRequest
     from triptych.engine.resumption import Resumption
     from triptych.engine.roster import Roster
     from triptych.engine.sequence import Sequence
@@ -31,11 +32,13 @@ class Admitted(NamedTuple):
     loading: list[Resumption]
     refused: list[Resumption]
     """There was no room; they are as they were."""
+    impossible: list[tuple[Sequence, InvalidRequest]]
+    """Out of the queue, and why they cannot go on."""
 
 
 def admit(work: StepPass, roster: Roster, config: SchedulerConfig) -> Admitted:
     """Start waiting requests in order, as far as there is room."""
-    outcome = Admitted([], [], [])
+    outcome = Admitted([], [], [], [])
     arrived = sorted(roster.resumptions.arrived, key=lambda resumption: resumption.key)
     blocked = False  # whether somebody of the queue found no room
     while True:
@@ -46,17 +49,16 @@ def admit(work: StepPass, roster: Roster, config: SchedulerConfig) -> Admitted:
             (outcome.loading if admitted else outcome.refused).append(resumption)
         elif head is None:
             return outcome
-        elif _start(work, roster, config, head):
-            outcome.started.append(head)
         else:
-            blocked = True
+            blocked = not _start(work, roster, config, head, outcome)
 
 
 def _fits(roster: Roster, config: SchedulerConfig, count: int) -> bool:
     return roster.places + count <= config.max_running_requests
 
 
-def _start(work: StepPass, roster: Roster, config: SchedulerConfig, sequence: Sequence) -> bool:
+def _start(work: StepPass, roster: Roster, config: SchedulerConfig, sequence: Sequence, outcome: Admitted) -> bool:
+    """Take the head of the queue out of it; False when there is no room for it."""
     size = config.block_size
     if not _fits(roster, config, 1 + len(sequence.followers)):
         return False
@@ -69,10 +71,15 @@ def _start(work: StepPass, roster: Roster, config: SchedulerConfig, sequence: Se
         return False
     start = len(hits) * size
     selection = work.encoder.select(sequence, start, min(sequence.known, start + work.budget))
+    if selection.error is not None:
+        roster.retire(sequence)
+        outcome.impossible.append((sequence, selection.error))
+        return True
     if selection.end == start:
         return False
     roster.admit(sequence, hits, missing)
     work.slice(sequence, selection)
+    outcome.started.append(sequence)
     return True
 
 

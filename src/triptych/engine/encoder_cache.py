@@ -98,15 +98,27 @@ class EncoderCache:
         """Whether the entry is READY and nobody holds it."""
         return key in self._idle
 
+    def clashes(self, key: bytes, size: int) -> bool:
+        """Whether somebody holds rows of this key that are not ``size`` bytes: one of the two names them wrongly."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.size != size and key not in self._idle
+
+    def misses(self, key: bytes, size: int) -> bool:
+        """Whether the rows would have to be computed: they are not there, or others that nobody holds are."""
+        entry = self._entries.get(key)
+        return entry is None or (entry.size != size and key in self._idle)
+
     def acquire(self, key: bytes, size: int, holder: Holder) -> Acquisition | None:
         """Take a reference for ``holder``; None when there is no space for a new entry just now.
 
+        Rows of another size that nobody holds are evicted for it.
+
         Raises:
-            IntegrityError: the holder has this reference already, the key's size changed, or the entry is larger than
-                the whole cache (the scheduler refuses such a request before it is queued).
+            IntegrityError: the holder has this reference already, the key clashes, or the entry is larger than the
+                whole cache (the scheduler refuses such a request before it is queued).
         """
         entry = self._entries.get(key)
-        if entry is not None:
+        if entry is not None and not self.misses(key, size):
             return self._join(key, entry, size, holder)
         if size > self._capacity:
             raise IntegrityError(f"{size} bytes of encoder rows came to an encoder cache of {self._capacity} bytes")
@@ -114,11 +126,10 @@ class EncoderCache:
             self._counts["blocked"] += 1
             return None
         evicted = []
+        if entry is not None:
+            evicted.append(self._evict(key))
         while self._used + size > self._capacity:
-            victim, _ = self._idle.popitem(last=False)
-            self._idle_bytes -= self._entries[victim].size
-            self._drop(victim)
-            evicted.append(victim)
+            evicted.append(self._evict(next(iter(self._idle))))
         self._counts["evictions"] += len(evicted)
         self._counts["misses"] += 1
         entry = self._entries[key] = _Entry(size)
@@ -210,6 +221,12 @@ class EncoderCache:
         if entry is None or entry.ready:
             raise IntegrityError("rows were reported for a key that is not reserved")
         return entry
+
+    def _evict(self, key: bytes) -> bytes:
+        del self._idle[key]
+        self._idle_bytes -= self._entries[key].size
+        self._drop(key)
+        return key
 
     def _drop(self, key: bytes) -> None:
         self._used -= self._entries.pop(key).size

@@ -10,7 +10,7 @@ import torch
 from triptych.core.config import MIB
 from triptych.core.errors import StartupError
 from triptych.models.contract import KvCache
-from triptych.transport.contract import KvPool
+from triptych.transport.contract import BlockMemory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,6 +85,6 @@ def allocate(spec: TextSpec, num_blocks: int, block_size: int) -> KvCache:
         ) from error
 
 
-def transport_pool(kv: KvCache, generations: npt.NDArray[np.int64]) -> KvPool:
+def transport_pool(kv: KvCache, generations: npt.NDArray[np.int64]) -> BlockMemory:
     """The storage as transports see it. ``generations`` [num_blocks] is the ledger's; the storage is a CPU's."""
-    return KvPool(kv.layout, kv.memory(), generations)
+    return BlockMemory(kv.layout, kv.memory(), generations)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """One prompt's blocks, as far as they were stored."""
+    """The blocks of one prompt, or of one media item's rows, as far as they were stored."""
 
     __slots__ = ("blocks", "ended", "open", "session_id")
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self.blocks: list[int] = []
-        """In prompt order."""
+        """In order."""
         self.open = False
         """Whether the transport knows the session, so that FREE is to come."""
         self.ended = False
@@ -57,7 +57,7 @@ class Leases:
             Internal: it is.
         """
         if session_id in self._by_id:
-            raise Internal(f"KV session {session_id!r} is in use")
+            raise Internal(f"session {session_id!r} is in use")
 
     def begin(self, session_id: str) -> Lease:
         """A lease without blocks yet, of a name that was checked."""

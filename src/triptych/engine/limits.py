@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from triptych.core.config import SchedulerConfig
     from triptych.core.handles import KvHandle
+    from triptych.core.layout import ItemLayout
     from triptych.core.request import Request
 
 
@@ -88,14 +89,7 @@ class RequestLimits:
         start = request.logprobs.prompt_start
         if start >= length:
             raise InvalidRequest(f"prompt_logprob_start {start} lies behind the prompt, which has {length} tokens")
-        capacity = self._config.encoder_cache_bytes
-        for index, item in enumerate(request.plan.items):
-            size = item.rows * self._row_bytes
-            if size > capacity:
-                raise InvalidRequest(
-                    f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
-                    f"{capacity}; send a smaller item, or start with --encoder-cache-bytes {size}"
-                )
+        check_rows(request.plan.items, self._row_bytes, self._config.encoder_cache_bytes)
 
     def _check_resume(self, requests: Sequence[Request], handle: KvHandle) -> None:
         size, length = self._config.block_size, len(requests[0].plan)
@@ -122,6 +116,33 @@ class RequestLimits:
                 raise InvalidRequest(
                     "response.return_output_logprobs: the KV session has no log probability of its first token"
                 )
+
+
+def check_rows(items: Sequence[ItemLayout], row_bytes: int, capacity: int) -> None:
+    """Refuse items of which one could never be held, or two could not be held together.
+
+    Args:
+        items: those of one request.
+        row_bytes: bytes of one embedding row, all deepstack levels included.
+        capacity: bytes of the encoder cache.
+
+    Raises:
+        InvalidRequest: naming the item.
+    """
+    rows: dict[bytes, int] = {}
+    for index, item in enumerate(items):
+        size = item.rows * row_bytes
+        if size > capacity:
+            raise InvalidRequest(
+                f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
+                f"{capacity}; send a smaller item, or start with --encoder-cache-bytes {size}"
+            )
+        before = rows.setdefault(item.content_key, item.rows)
+        if before != item.rows:
+            raise InvalidRequest(
+                f"media item {index} has {item.rows} rows, and an earlier item of the request has {before} under the "
+                "same content key"
+            )
 
 
 def handle_of(request: Request) -> KvHandle | None:

@@ -1,6 +1,6 @@
 """The thread on which an engine lives: plan, run, apply, deliver, until there is nothing to do; then sleep.
 
-Others reach it by messages through one queue (submit, abort, stop; withdraw and release of KV sessions; loaded), and
+Others reach it by messages through one queue (submit, abort, stop; withdraw and release of sessions; loaded), and
 hear from it by one callback.
 What they may read at any time are counters. An error of the loop itself ends it: every live request is failed,
 new ones are refused, and ``failure`` says why. Of cached blocks nothing more is said then: none can be used again.
@@ -12,11 +12,15 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from triptych.core.errors import Draining, DuplicateRequest, Internal, TriptychError
-from triptych.core.events import Failed, Finished, Prefilled
+from triptych.core.events import Encoded, Failed, Finished, Prefilled, RowsGone
+from triptych.core.request import EncodeRequest, Request
+from triptych.core.step import StepPlan, StepResult
+from triptych.engine.contract import Work
+from triptych.engine.encode_step import EncodePlan, EncodeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,29 +28,18 @@ if TYPE_CHECKING:
     from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.load import Load
-    from triptych.core.request import Request
-    from triptych.core.step import StepPlan, StepResult
-    from triptych.engine.scheduler import Scheduler
+    from triptych.engine.contract import StepRunner, StepScheduler
 
 logger = logging.getLogger(__name__)
 
-
-class StepRunner(Protocol):
-    """What the loop asks of a runner."""
-
-    def check(self, request: Request) -> None:
-        """Refuse what cannot be computed; safe from any thread."""
-        ...
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
-        ...
+TERMINAL = (Finished, Prefilled, Encoded, RowsGone, Failed)
+"""Events after which nothing more is said of a request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Submit:
-    requests: tuple[Request, ...]
-    """A group."""
+    requests: tuple[Any, ...]
+    """A group; what the scheduler takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +71,13 @@ class _Loaded:
 _Message = _Submit | _Abort | _Stop | _Withdraw | _Release | _Loaded
 
 
-class Engine:
-    """One scheduler and one runner on one thread.
+W = TypeVar("W", bound=Work)
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class EngineLoop(Generic[W, P, R]):
+    """One scheduler and one runner on one thread: of requests W, plans P, results R.
 
     Args:
         scheduler: owned by the engine thread from ``start`` on.
@@ -90,8 +88,8 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        runner: StepRunner,
+        scheduler: StepScheduler[W, P, R],
+        runner: StepRunner[W, P, R],
         *,
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
@@ -124,10 +122,10 @@ class Engine:
         self._thread = threading.Thread(target=self._main, name="triptych-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Accept a group: outputs that share one prompt, usually one; from any thread. All of it or nothing.
+    def submit(self, requests: Sequence[W]) -> None:
+        """Accept a group: outputs that share one prompt, usually one, or items; from any thread. All of it or nothing.
 
-        The events of each output follow, the last one terminal.
+        The events of each follow, the last one terminal.
 
         Raises:
             Draining: the engine is stopping or has failed.
@@ -150,11 +148,11 @@ class Engine:
             self._inbox.put(_Submit(tuple(requests)))
 
     def check_queue(self, count: int = 1, *, before: int = 0) -> None:
-        """Refuse what ``submit`` would refuse for want of room for ``count`` outputs; from any thread.
+        """Refuse what ``submit`` would refuse for want of room for ``count`` outputs or items; from any thread.
 
         Args:
-            count: outputs of one request.
-            before: outputs of others that are about to be submitted.
+            count: of one client's request.
+            before: of others that are about to be submitted.
 
         Raises:
             Overloaded: the queue is full.
@@ -169,11 +167,11 @@ class Engine:
                 self._inbox.put(_Abort(request_id))
 
     def withdraw(self, session_id: str) -> None:
-        """Have nobody take this KV session any more, soon; from any thread. One that is not known is no error."""
+        """Have nobody take this session any more, soon; from any thread. One that is not known is no error."""
         self._put(_Withdraw(session_id))
 
     def release(self, session_id: str) -> None:
-        """The KV transport reads the session's blocks no more; from any thread."""
+        """The transport reads the session's blocks no more; from any thread."""
         self._put(_Release(session_id))
 
     def loaded(self, number: int, error: TriptychError | None) -> None:
@@ -206,9 +204,7 @@ class Engine:
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """Every ledger's counters by ledger name; from any thread, without waiting."""
-        counters = asdict(self._scheduler.statistics())
-        blocks, encoder_cache = counters.pop("blocks"), counters.pop("encoder_cache")
-        return {"scheduler": counters, "kv_blocks": blocks, "encoder_cache": encoder_cache}
+        return self._scheduler.statistics().ledgers() | self._runner.statistics()
 
     # -- engine thread -------------------------------------------------------------------------
 
@@ -253,7 +249,7 @@ class Engine:
                 return False
         return True
 
-    def _queue(self, requests: tuple[Request, ...]) -> None:
+    def _queue(self, requests: tuple[W, ...]) -> None:
         with self._lock:
             self._arriving -= len(requests)
         error: TriptychError
@@ -277,7 +273,7 @@ class Engine:
     def _send(self, events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...] = ()) -> None:
         if not events and not kv_changes:
             return
-        ended = [event.request_id for event in events if isinstance(event, Finished | Prefilled | Failed)]
+        ended = [event.request_id for event in events if isinstance(event, TERMINAL)]
         if ended:
             with self._lock:
                 # Before delivery: whoever hears of the end may submit the id again at once.
@@ -322,3 +318,9 @@ class Engine:
 def _to_nobody(events: tuple[EngineEvent, ...], kv_changes: tuple[KvChange, ...]) -> None:
     """The receiver before ``start``; nothing is ever sent to it."""
     raise Internal(f"{len(events)} event(s) and {len(kv_changes)} change(s) of an engine that was not started")
+
+
+Engine = EngineLoop[Request, StepPlan, StepResult]
+"""One that computes prompts and answers: a ``Scheduler`` and a ``Runner``."""
+EncodeEngine = EngineLoop[EncodeRequest, EncodePlan, EncodeResult]
+"""One that encodes: an ``EncodeScheduler`` and an ``EncodeRunner``."""

@@ -31,7 +31,7 @@ class Outcomes:
             (
                 *("steps", "accepted", "finished", "cancelled", "failed", "prompt_tokens", "cached_prompt_tokens"),
                 *("computed_tokens", "generated_tokens", "encoded_items"),
-                *("exported_sessions", "imported_sessions", "imported_blocks"),
+                *("imported_items", "exported_sessions", "imported_sessions", "imported_blocks"),
             ),
             0,
         )

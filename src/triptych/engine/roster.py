@@ -73,7 +73,7 @@ class Roster:
         self.waiting = Waiting()
         self.attached: dict[str, Sequence] = {}
         """The followers of all that lead."""
-        self.running = Running()
+        self.running: Running[Sequence] = Running()
         self.reserved = 0
         """Followers of running requests: places kept for them."""
         self.ended: list[str] = []

@@ -21,16 +21,16 @@ from triptych.core.errors import Internal, InvalidRequest, Overloaded, TriptychE
 from triptych.core.logprobs import GivenIds
 from triptych.core.step import StepResult
 from triptych.engine.batch import BatchBuilder
+from triptych.engine.encoder import Encoder, Trouble
 from triptych.engine.logprobs import token_logprobs
 from triptych.engine.sampler import Draw, choose_tokens, not_finite
 from triptych.engine.transfers import Transfers
-from triptych.models.contract import is_out_of_memory
+from triptych.models.contract import is_lost, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from triptych.core.config import SchedulerConfig
-    from triptych.core.encoder_input import EncoderInput
     from triptych.core.logprobs import Candidates, TokenLogprob
     from triptych.core.request import Request
     from triptych.core.step import EncodeTask, StepPlan, TokenSlice
@@ -43,22 +43,11 @@ PROMPT_LOGIT_BYTES = 32 * MIB
 """Logits that are had at once for the log probabilities of prompt tokens: a chunk's together may be gigabytes."""
 
 
-class _Trouble(NamedTuple):
-    """Why a media item has no rows: the kind of error, and what follows the item's name in its message."""
-
-    kind: type[TriptychError]
-    reason: str
-
-    def error(self, item: int) -> TriptychError:
-        """For one of the requests that need the rows; ``item`` is its own index of them."""
-        return self.kind(f"media item {item} {self.reason}")
-
-
 class _Encoded(NamedTuple):
     """The keys that are stored now, and what went wrong with the others."""
 
     stored: tuple[bytes, ...]
-    troubles: Mapping[bytes, _Trouble]
+    troubles: Mapping[bytes, Trouble]
 
 
 class _Outcome(NamedTuple):
@@ -90,6 +79,7 @@ class Runner:
         self._kv = kv
         self._transfers = transfers or Transfers.none()
         self._builder = BatchBuilder(self._spec, config)
+        self._encoder = Encoder(model.tower, self._spec.rows)
         self._rows: dict[bytes, torch.Tensor] = {}
         """Encoder rows by key, each [rows, row width] in the decoder's dtype."""
 
@@ -99,7 +89,7 @@ class Runner:
         Raises:
             InvalidRequest: a token id outside the vocabulary, in the prompt, among the candidates for log
                 probabilities or as the first token of a KV session; positions of the wrong shape; media without a
-                tower; or a KV session that no transport here can read.
+                tower, or with rows of the wrong shape; or a KV session that no transport here can read.
             UnsupportedFeature: there is no KV transport for what is asked.
             SessionMismatch: the KV session's blocks are not shaped as these.
         """
@@ -110,14 +100,18 @@ class Runner:
         axes = request.positions.table.shape[0]
         if axes != self._spec.position_axes:
             raise InvalidRequest(f"positions have {axes} axes, the model has {self._spec.position_axes}")
-        if request.inputs and self._model.tower is None:
-            raise InvalidRequest("the request has media but the model has no tower")
+        for index, item in enumerate(request.inputs):
+            self._encoder.check(index, item)
         for name in ("prompt_candidates", "output_candidates"):
             candidates = getattr(request.logprobs, name)
             self._check_ids(f"response.{name}", candidates.token_ids if isinstance(candidates, GivenIds) else ())
         if request.resume is not None:
             self._check_ids("the KV session's first token", (request.resume.token_id,))
         self._transfers.check(request, self._kv.layout)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What the KV transports count and hold, by ledger name; from any thread, without waiting."""
+        return self._transfers.statistics()
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         outside = next((token for token in ids if not 0 <= token < self._spec.vocab_size), None)
@@ -167,15 +161,13 @@ class Runner:
     # -- encoder -------------------------------------------------------------------------------
 
     def _encode(self, tasks: Sequence[EncodeTask], failures: dict[str, TriptychError]) -> _Encoded:
-        """Encode the items in one call, or one by one when that fails."""
-        inputs = [self._builder.state(task.request_id).request.inputs[task.item] for task in tasks]
-        outputs = self._encode_batch(inputs)
-        if len(tasks) > 1 and any(isinstance(output, _Trouble) for output in outputs):
-            outputs = [self._encode_batch([single])[0] for single in inputs]
+        outputs = self._encoder.encode(
+            [self._builder.state(task.request_id).request.inputs[task.item] for task in tasks]
+        )
         stored = []
         troubles = {}
         for task, output in zip(tasks, outputs, strict=True):
-            if isinstance(output, _Trouble):
+            if isinstance(output, Trouble):
                 logger.error("request %s: media item %d %s", task.request_id, task.item, output.reason)
                 failures.setdefault(task.request_id, output.error(task.item))
                 troubles[task.key] = output
@@ -184,40 +176,9 @@ class Runner:
                 stored.append(task.key)
         return _Encoded(tuple(stored), troubles)
 
-    def _encode_batch(self, inputs: list[EncoderInput]) -> list[torch.Tensor | _Trouble]:
-        """For each input its valid rows, or what is wrong with them."""
-        tower = self._model.tower
-        if tower is None:
-            return [_Trouble(Internal, "needs a tower that the model does not have")] * len(inputs)
-        try:
-            outputs = tower.encode(inputs)
-            if len(outputs) == len(inputs):
-                return [self._checked(rows, single.layout.rows) for rows, single in zip(outputs, inputs, strict=True)]
-        except Exception as error:
-            if not is_out_of_memory(error):
-                _raise_if_lost(error)
-                logger.exception("the encoder failed for %d media item(s)", len(inputs))
-                return [_Trouble(Internal, "could not be encoded")] * len(inputs)
-            logger.warning("no memory to encode %d media item(s) at once: %s", len(inputs), one_line(error))
-            return [_too_large(single) for single in inputs]
-        return [_Trouble(Internal, f"came back in {len(outputs)} outputs for {len(inputs)} items")] * len(inputs)
-
-    def _checked(self, rows: torch.Tensor, expected: int) -> torch.Tensor | _Trouble:
-        if rows.shape != (expected, self._spec.row_width):
-            return _Trouble(Internal, f"was encoded to {list(rows.shape)}, not [{expected}, {self._spec.row_width}]")
-        if not bool(torch.isfinite(rows).all()):
-            return _Trouble(Internal, "was encoded to numbers that are not finite")
-        return self._own(rows)
-
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows in the decoder's dtype, in storage of their own: a view would keep its whole batch alive."""
-        rows = rows.to(device=self._spec.device, dtype=self._spec.dtype)
-        own = rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
-        return rows if own else rows.clone(memory_format=torch.contiguous_format)
-
     # -- decoder -------------------------------------------------------------------------------
 
-    def _compute(self, pieces: Sequence[TokenSlice], troubles: Mapping[bytes, _Trouble], outcome: _Outcome) -> None:
+    def _compute(self, pieces: Sequence[TokenSlice], troubles: Mapping[bytes, Trouble], outcome: _Outcome) -> None:
         """The slices of a step. ``troubles``: of the keys that this step failed to encode, whoever asked."""
         ready = []
         for piece in pieces:
@@ -225,7 +186,7 @@ class Runner:
             missing = next(((item, key) for item, key in piece.rows if key not in self._rows), None)
             if missing is not None:
                 item, key = missing
-                trouble = troubles.get(key) or _Trouble(Internal, "has no encoder rows")
+                trouble = troubles.get(key) or Trouble(Internal, "has no encoder rows")
                 outcome.failures.setdefault(piece.request_id, trouble.error(item))
             elif piece.request_id not in outcome.failures:
                 ready.append(piece)
@@ -248,8 +209,9 @@ class Runner:
             output = self._output_logprobs(logits, order, chosen)
             prompt = self._prompt_logprobs(hidden[len(order) :], prompts) if prompts else {}
         except Exception as error:
+            if is_lost(error):
+                raise
             if not is_out_of_memory(error):
-                _raise_if_lost(error)
                 logger.exception("the model failed on a batch of %d request(s)", len(pieces))
                 return Internal("the model failed on this request")
             logger.warning("no memory to compute a batch of %d request(s): %s", len(pieces), one_line(error))
@@ -356,22 +318,3 @@ class Runner:
         # In place, block by block: there may be no memory left for a copy.
         for block in blocks:
             torch.nan_to_num_(self._kv.storage[block], posinf=0.0, neginf=0.0)
-
-
-def _too_large(single: EncoderInput) -> _Trouble:
-    tokens = single.layout.encoder_tokens
-    return _Trouble(
-        Overloaded,
-        f"does not fit into memory: {tokens} encoder tokens at once; retry later, send a smaller one, "
-        "or lower longest_edge (max_pixels) in preprocessor_config.json",
-    )
-
-
-def _raise_if_lost(error: Exception) -> None:
-    """Pass on what no later step survives: a device that is lost.
-
-    Raises:
-        AcceleratorError: the error itself.
-    """
-    if isinstance(error, torch.AcceleratorError):
-        raise error

@@ -30,7 +30,7 @@ from triptych.core.events import Admitted
 from triptych.core.load import Load
 from triptych.core.step import StepPlan
 from triptych.engine.admission import admit, no_room
-from triptych.engine.encoding import EncodePass, Selection
+from triptych.engine.encoding import EncodePass, Selection, came_encoded
 from triptych.engine.limits import RequestLimits
 from triptych.engine.outcomes import Outcomes, left_out
 from triptych.engine.priority import head_start
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import Request
-    from triptych.core.step import StepResult
+    from triptych.core.step import EncodeTask, StepResult
 
 _GAVE_WAY = (
     "the KV pool is full (--kv-cache-bytes), and this request cannot be computed again here: its prompt came from "
@@ -265,13 +265,14 @@ class Scheduler:
         self._events += (self._outcomes.lost(lost, Overloaded(_GAVE_WAY)) for lost in growth.lost)
         return growth.grown
 
-    @staticmethod
-    def _plan_prefill(work: StepPass, sequence: Sequence) -> None:
+    def _plan_prefill(self, work: StepPass, sequence: Sequence) -> None:
         if not work.budget:
             return
         start = sequence.computed
         selection = work.encoder.select(sequence, start, min(sequence.known, start + work.budget))
-        if selection.end > start:
+        if selection.error is not None:
+            self._events.append(self._outcomes.fail(sequence, selection.error))
+        elif selection.end > start:
             work.slice(sequence, selection)
 
     def _admit(self, work: StepPass) -> None:
@@ -287,6 +288,7 @@ class Scheduler:
         for resumption in admitted.refused:
             error = no_room(resumption, self._roster, self._config)
             self._events += [self._outcomes.fail(sequence, error) for sequence in tuple(resumption.members)]
+        self._events += (self._outcomes.lost(sequence, error) for sequence, error in admitted.impossible)
 
     # -- apply ---------------------------------------------------------------------------------
 
@@ -346,18 +348,21 @@ class Scheduler:
         for task in plan.encode:
             if task.key in stored:
                 self._roster.cache.commit(task.key)
-                self._counts["encoded_items"] += 1
+                self._counts["imported_items" if self._came_encoded(task) else "encoded_items"] += 1
                 continue
             reason = failures.get(task.request_id) or Internal("the encoder returned nothing for a media item")
             for sequence in self._roster.lose_rows(task.key):
                 failures.setdefault(sequence.request_id, reason)
                 lost.add(sequence.request_id)
-        for request_id in {task.request_id for task in plan.encode}:
+        for request_id in {task.request_id for task in plan.encode if not self._came_encoded(task)}:
             sequence = self._roster.running.by_id[request_id]
             if sequence.encode_started is None:
                 sequence.encode_started = planned_at
             sequence.encode_seconds += result.encode_seconds
         return lost
+
+    def _came_encoded(self, task: EncodeTask) -> bool:
+        return came_encoded(self._roster.running.by_id[task.request_id].request.inputs[task.item])
 
     def take_kv_changes(self) -> tuple[KvChange, ...]:
         """What happened to cached blocks since the last call, in order. Take them after every step."""

@@ -1,8 +1,8 @@
-"""A snapshot of what the scheduler has done."""
+"""Snapshots of what schedulers have done."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class SchedulerStatistics:
     """All that steps computed: again after a preemption, and the end of its prompt by every output."""
     generated_tokens: int
     encoded_items: int
+    imported_items: int
+    """Media items whose rows another engine had encoded, as often as they were put into the encoder cache."""
     exported_sessions: int
     """Prompts that another engine may take."""
     imported_sessions: int
@@ -47,3 +49,41 @@ class SchedulerStatistics:
     token_seconds: float
     blocks: BlockStatistics
     encoder_cache: EncoderCacheStatistics
+
+    def ledgers(self) -> dict[str, dict[str, float]]:
+        """All of it, by ledger."""
+        counters = asdict(self)
+        blocks, encoder_cache = counters.pop("blocks"), counters.pop("encoder_cache")
+        return {"scheduler": counters, "kv_blocks": blocks, "encoder_cache": encoder_cache}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeStatistics:
+    """Of an encoder engine: counters of media items since the start, unless they say otherwise."""
+
+    steps: int
+    accepted: int
+    handed_over: int
+    """Whose rows another engine may take."""
+    cancelled: int
+    failed: int
+    gone: int
+    """Sent back, because rows of their group were thought to be cached and were not."""
+    encoded_items: int
+    sessions: int
+    """Now: items whose rows another engine may take or is taking, or whose withdrawal is not confirmed."""
+    leased_bytes: int
+    """Now: held for these."""
+    held_bytes: int
+    """Now: held for these and for items that were admitted."""
+    quota_bytes: int
+    """All that can be held."""
+    encode_seconds: float
+    blocks: BlockStatistics
+    encoder_cache: EncoderCacheStatistics
+
+    def ledgers(self) -> dict[str, dict[str, float]]:
+        """All of it, by ledger."""
+        counters = asdict(self)
+        blocks, encoder_cache = counters.pop("blocks"), counters.pop("encoder_cache")
+        return {"scheduler": counters, "row_blocks": blocks, "encoder_cache": encoder_cache}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triptych.core.errors import (
     Cancelled,
@@ -21,10 +21,10 @@ from triptych.transport.contract import FetchOutcome, Move
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from triptych.core.handles import KvHandle, KvLayout
+    from triptych.core.handles import Handle, KvHandle, KvLayout
     from triptych.core.request import Request
     from triptych.core.step import Load, StepPlan, Store
-    from triptych.transport.contract import Fetch, FetchResult, KvFetcher, KvPublisher
+    from triptych.transport.contract import Fetch, Fetcher, FetchResult, Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Transfers:
 
     def __init__(
         self,
-        publisher: KvPublisher | None,
-        fetcher: KvFetcher | None,
+        publisher: Publisher | None,
+        fetcher: Fetcher | None,
         seconds: float,
         loaded: Callable[[int, TriptychError | None], None],
     ) -> None:
@@ -108,7 +108,7 @@ class Transfers:
             if store.request_id in failures:
                 continue
             try:
-                stored[store.session_id] = self._store(store)
+                stored[store.session_id] = hand_on(self._publisher, store)
             except TriptychError as error:
                 failures[store.request_id] = error
             except Exception:
@@ -116,18 +116,10 @@ class Transfers:
                 failures[store.request_id] = Internal("the KV could not be stored for another engine")
         return stored
 
-    def _store(self, store: Store) -> KvHandle | None:
-        publisher, session_id = self._publisher, store.session_id
-        if publisher is None:
-            raise Internal("there is no KV transport to store a prompt with")
-        if store.opens:
-            publisher.open(session_id)
-        try:
-            publisher.publish(session_id, store.blocks)
-            return publisher.seal(session_id) if store.seals else None
-        except Exception:
-            publisher.withdraw(session_id)  # whether the session was opened by this store is known here only
-            raise
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What each end counts and holds, by ledger name; from any thread, without waiting."""
+        ends = {"kv_publisher": self._publisher, "kv_fetcher": self._fetcher}
+        return {name: end.statistics() for name, end in ends.items() if end is not None}
 
     def _fetch(self, load: Load) -> None:
         if self._fetcher is None:
@@ -143,3 +135,23 @@ class Transfers:
         error = None if kind is None else kind(result.reason or f"the KV transfer ended as {result.outcome.value}")
         self._ended.append(number)
         self._loaded(number, error)
+
+
+def hand_on(publisher: Publisher | None, store: Store) -> Handle[Any] | None:
+    """Have a transport offer blocks to other engines; their session's handle once it is sealed. On the engine thread.
+
+    Raises:
+        Overloaded: as many sessions are held as may be.
+        Draining: the transport is closed.
+        Internal: there is none.
+    """
+    if publisher is None:
+        raise Internal("there is no KV transport to store a prompt with")
+    if store.opens:
+        publisher.open(store.session_id)
+    try:
+        publisher.publish(store.session_id, store.blocks)
+        return publisher.seal(store.session_id) if store.seals else None
+    except Exception:
+        publisher.withdraw(store.session_id)  # whether the session was opened by this store is known here only
+        raise

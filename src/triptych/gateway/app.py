@@ -16,9 +16,8 @@ from triptych.core.errors import ModelNotFound, RequestNotFound, TriptychError
 from triptych.gateway.chat import ChatCompletions
 from triptych.gateway.errors import ErrorReply, reply, to_reply
 from triptych.gateway.limits import GatewayLimits
-from triptych.gateway.pool import reason
+from triptych.gateway.pool import misfits, no_encoder, reason
 from triptych.gateway.route import Router
-from triptych.gateway.texts import Texts
 from triptych.gateway.timeline import Timelines
 from triptych.gateway.workers import Workers
 
@@ -37,7 +36,7 @@ class Gateway:
         """``channels`` lead to the engines and are closed in the end."""
         limits = limits or GatewayLimits()
         self.workers = Workers(limits.worker_threads, limits.max_pending_work)
-        self.router = Router(channels, Texts(self.workers))
+        self.router = Router(channels, self.workers, limits)
         self.timelines = Timelines()
         self.chat = ChatCompletions(self.router, self.workers, self.timelines, limits)
         self._started = int(time.time())
@@ -84,8 +83,13 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         pool = self.router.pool
-        ready = any(engine.model and pool.can_answer(engine.model) for engine in pool.engines)
-        engines = [
+        answered = [model for model in self.router.models() if pool.can_answer(model)]
+        blind = [no_encoder(model, pool.serving(model)) for model in answered if pool.unreadable(model)]
+        status = "unavailable" if not answered else "degraded" if blind else "ok"
+        body: dict[str, object] = {"status": status}
+        if status != "ok":
+            body["detail"] = "; ".join(blind) or reason(pool.engines)
+        body["engines"] = [
             {
                 "address": engine.address,
                 "role": engine.part.value if engine.part else None,
@@ -96,9 +100,8 @@ class Gateway:
             }
             for engine in self.router.engines
         ]
-        if ready:
-            return _json(200, {"status": "ok", "engines": engines})
-        return _json(503, {"status": "unavailable", "detail": reason(pool.engines), "engines": engines})
+        body["misfits"] = list(misfits(pool.engines))
+        return _json(200 if answered else 503, body)
 
     async def _timeline(self, request: Request) -> Response:
         request_id = request.path_params["request_id"]

@@ -108,8 +108,9 @@ class ChatCompletions:
         """
         # An answer needs room for one token.
         prompt = await self._workers.run(model.text.template.render, asked.messages, max_tokens=model.max_context - 1)
+        modalities = self._router.pool.modalities(model)
         for index, item in enumerate(prompt.media):
-            if item.modality not in model.modalities:
+            if item.modality not in modalities:
                 where = asked.media_paths[index]
                 raise UnsupportedFeature(f"{where}: the model {model.served_name!r} reads no {item.modality.value}s")
         if model.image_token_id is not None:

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triptych.core.errors import Draining, Internal, TriptychError, UnsupportedFeature
-from triptych.wire.gen import lifecycle_pb2, server_pb2
-from triptych.wire.modality import MODALITIES
+from triptych.core.errors import Draining, Internal, TriptychError
+from triptych.gateway.abilities import Abilities, Part
+from triptych.wire.gen import lifecycle_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from triptych.core.encoded import SealedReference
     from triptych.core.events import Event, Span
     from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
     from triptych.core.session import SealedSession
     from triptych.gateway.texts import ModelText, Texts
-    from triptych.wire.gen import model_pb2
+    from triptych.wire.gen import model_pb2, server_pb2
 
 log = logging.getLogger(__name__)
-
-
-class Part(enum.Enum):
-    """What an engine does of a request."""
-
-    WHOLE = "aggregated"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-_PARTS = {
-    server_pb2.ENGINE_ROLE_AGGREGATED: Part.WHOLE,
-    server_pb2.ENGINE_ROLE_UNSPECIFIED: Part.WHOLE,  # engines that serve every role say so
-    server_pb2.ENGINE_ROLE_PREFILL: Part.PREFILL,
-    server_pb2.ENGINE_ROLE_DECODE: Part.DECODE,
-}
 
 
 class Events(Protocol):
@@ -98,11 +84,15 @@ class Channel(Protocol):
         ...
 
     async def abort(self, request_id: str) -> object:
-        """End a request, and the session that it has left."""
+        """End a request, and the session or the encoder outputs that it has left."""
         ...
 
     async def abort_session(self, session: SealedSession) -> object:
         """Let go of a session that waits for a decode engine."""
+        ...
+
+    async def abort_reference(self, reference: SealedReference) -> object:
+        """Let go of an encoder output that waits to be used."""
         ...
 
     async def close(self) -> None:
@@ -145,10 +135,9 @@ class ServedModel:
     """All names that clients may use: served name, aliases, model id."""
     model_id: str
     max_context: int = field(compare=False)
-    """Prompt and answer together, in tokens. Engines with less room are no other model."""
-    image_token_id: int | None
+    """Prompt and answer together, in tokens; encoders have none. Engines with less room are no other model."""
+    image_token_id: int | None = field(compare=False)
     """The marker that stands for one picture, where the engine says so."""
-    modalities: frozenset[Modality]
     text: ModelText
 
 
@@ -163,23 +152,38 @@ class Engine:
         """One line about the state."""
         self.model: ServedModel | None = None
         """The last one known, kept while the engine is away."""
-        self.part: Part | None = None
+        self.abilities: Abilities | None = None
         """Likewise."""
         self.in_flight = 0
-        """Requests of this gateway's that run there."""
+        """Requests of this gateway's that run there; at an encoder, media items."""
         self.last_used = 0
         """When it was last chosen, in choices of the router's."""
+        self.suspect = asyncio.Event()
+        """Set when a request has found it away: one broken call may be all there is to it, so look again at once."""
         self._instance_id = ""
+
+    @property
+    def part(self) -> Part | None:
+        """What it does of a request; None before it was reached."""
+        return self.abilities.part if self.abilities else None
+
+    def misfit(self, user: Engine) -> str:
+        """Why the user of what this engine makes cannot take it; empty when it can, or never would."""
+        return self.abilities.misfit(user.abilities) if self.abilities and user.abilities else ""
+
+    def rows_for(self, reader: Engine) -> frozenset[Modality]:
+        """Of media that this encoder can encode for the reader; empty when the two do not fit together."""
+        made, taken = self.abilities and self.abilities.rows, reader.abilities and reader.abilities.rows
+        if not made or not taken or self.misfit(reader):
+            return frozenset()
+        return made.modalities & taken.modalities
 
     async def refresh(self, texts: Texts) -> None:
         """Look at the engine once, and learn its model when it has been started anew. Troubles become its state."""
         try:
             info = await self.channel.get_server_info()
             if self.model is None or info.instance_id != self._instance_id:
-                part = _PARTS.get(info.engine_role)
-                if part is None:
-                    raise UnsupportedFeature(f"this gateway knows no engines of the role {info.engine_role}")
-                self.model, self.part = await self._learn(info, texts), part
+                await self._learn(info, texts)
                 self._instance_id = info.instance_id
             health = await self.channel.health()
         except TriptychError as error:
@@ -198,11 +202,12 @@ class Engine:
             return await self.channel.generate(request)
         except Draining as error:
             self.set_state(EngineState.UNREACHABLE, str(error))
+            self.suspect.set()
             raise
 
-    def left(self) -> None:
-        """One request less runs there."""
-        self.in_flight -= 1
+    def left(self, count: int = 1) -> None:
+        """So many requests or items less run there."""
+        self.in_flight -= count
 
     def set_state(self, state: EngineState, detail: str) -> None:
         """Take note of what was found; a change is logged."""
@@ -210,22 +215,24 @@ class Engine:
             log.info("engine %s is %s%s", self.address, state.value, f": {detail}" if detail else "")
         self.state, self.detail = state, detail
 
-    async def _learn(self, info: server_pb2.ServerInfo, texts: Texts) -> ServedModel:
+    async def _learn(self, info: server_pb2.ServerInfo, texts: Texts) -> None:
+        """Ask for the model that this start serves, and what it does with it."""
         if not info.supported_models:
             raise Internal("the engine names no model")
         model = await self.channel.get_model_info(info.supported_models[0])
-        if not model.max_context_length:
+        abilities = Abilities.read(info, model)
+        if not model.max_context_length and abilities.part is not Part.ENCODE:
             raise Internal("the engine names no context length")
         capabilities = model.multimodal_capabilities
-        modalities = (*capabilities.aggregate_modalities, *capabilities.prefill_decode_modalities)
-        return ServedModel(
+        marker = capabilities.routing_image_token_id if capabilities.HasField("routing_image_token_id") else None
+        if marker is None and abilities.part is Part.ENCODE:
+            raise Internal("an encoder engine that names no token for a picture")
+        self.model = ServedModel(
             served_name=model.served_model_name,
             names=frozenset((model.served_model_name, model.model_id, *model.served_model_aliases)) - {""},
             model_id=model.model_id,
             max_context=model.max_context_length,
-            image_token_id=capabilities.routing_image_token_id
-            if capabilities.HasField("routing_image_token_id")
-            else None,
-            modalities=frozenset(MODALITIES[m] for m in modalities if m in MODALITIES),
+            image_token_id=marker,
             text=await texts.load(model.tokenizer.source),
         )
+        self.abilities = abilities

@@ -17,7 +17,10 @@ from triptych.core.errors import (
     ModelNotFound,
     Overloaded,
     PromptTooLong,
+    ReferenceMismatch,
+    ReferenceNotFound,
     RequestNotFound,
+    RowTransferFailed,
     SessionMismatch,
     TriptychError,
     UnsupportedFeature,
@@ -84,6 +87,9 @@ _KINDS: dict[type[TriptychError], _Kind] = {
     Draining: _Kind(503, _SERVER, "unavailable"),
     KvSessionNotFound: _Kind(503, _SERVER, "unavailable"),
     KvTransferFailed: _Kind(503, _SERVER, "unavailable"),
+    ReferenceNotFound: _Kind(503, _SERVER, "unavailable"),
+    RowTransferFailed: _Kind(503, _SERVER, "unavailable"),
+    ReferenceMismatch: _Kind(500, _SERVER),
     SessionMismatch: _Kind(500, _SERVER),  # engines that do not fit together are not the client's doing
     TriptychError: _Kind(500, _SERVER),
 }

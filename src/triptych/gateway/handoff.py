@@ -10,32 +10,24 @@ prompt's blocks still cached then. What was not used is let go where it was made
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from triptych.core.errors import (
-    Cancelled,
-    Draining,
-    Internal,
-    KvSessionNotFound,
-    KvTransferFailed,
-    Overloaded,
-    TriptychError,
-)
+from triptych.core.errors import Cancelled, Internal, KvSessionNotFound, KvTransferFailed, Overloaded, TriptychError
 from triptych.core.events import Failed, Finished, FinishReason, PrefillReady
 from triptych.core.session import SealedSession
-from triptych.gateway.engine import Answer, Measured, Part
-from triptych.gateway.pool import MAX_STRIKES, may_go_elsewhere, reason, start
+from triptych.gateway.abilities import Part
+from triptych.gateway.delivery import Delivery
+from triptych.gateway.engine import Answer, Measured
+from triptych.gateway.pool import start
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
     from contextlib import AsyncExitStack
 
-    from triptych.core.request import GenerateRequest
-    from triptych.gateway.engine import Engine, ServedModel
-    from triptych.gateway.pool import Pool
+    from triptych.gateway.delivery import Leg
+    from triptych.gateway.encode import Encoders
+    from triptych.gateway.engine import Engine
+    from triptych.gateway.pool import Errand
 
 
 class _Prefilled(NamedTuple):
@@ -50,71 +42,70 @@ class _Prefilled(NamedTuple):
 class Handoff:
     """Belongs to the event loop."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._aborts: set[asyncio.Task[None]] = set()
+    def __init__(self, encoders: Encoders) -> None:
+        """``encoders`` are for the media."""
+        self._encoders = encoders
+        self._pool = encoders.pool
+        self._aborts = encoders.aborts
 
-    @property
-    def aborting(self) -> int:
-        """Sessions that engines are being told to let go."""
-        return len(self._aborts)
-
-    async def settled(self) -> None:
-        """Wait until the engines were told to let go of what was left behind."""
-        while self._aborts:
-            await asyncio.wait(self._aborts)
-
-    async def begin(self, model: ServedModel, request: GenerateRequest, held: AsyncExitStack) -> Answer:
+    async def begin(self, errand: Errand, held: AsyncExitStack) -> Answer:
         """Have a request answered; returns with its first event. ``held`` ends it, finished or not.
 
         Raises:
             TriptychError: see ``Router.generate``.
         """
-        strikes: Counter[str] = Counter()
-        failure: TriptychError | None = None
-        prefilled: _Prefilled | None = None
-        try:
+        with Delivery(self._encoders, errand, Part.PREFILL, lambda e: bool(self._decoders(errand, e))) as delivery:
             while True:
-                if prefilled is None:
-                    engine = self._choose(model, Part.PREFILL, strikes, failure)
-                    try:
-                        prefilled = await self._prefill(engine, request)
-                    except TriptychError as error:
-                        failure = _or_raise(error)
-                        strikes[engine.address] = MAX_STRIKES
-                        continue
-                decode = self._choose(model, Part.DECODE, strikes, failure)
-                going_on = replace(request, session=prefilled.session, media=())
+                leg = await delivery.next()
                 try:
-                    events = await start(decode, going_on, held)
+                    prefilled = await self._prefill(leg)
                 except TriptychError as error:
-                    failure = _or_raise(error)
-                    if isinstance(error, (KvSessionNotFound, KvTransferFailed)):  # one of the two is to blame
-                        strikes.update((prefilled.engine.address, decode.address))
-                    else:
-                        strikes[decode.address] = MAX_STRIKES
-                    if not isinstance(error, Overloaded):  # for want of room a session is refused unused
-                        self._let_go(prefilled)
-                        prefilled = None
-                else:
-                    measured, prefilled = prefilled.measured, None
-                    return Answer(f"decode {decode.address}", events, (measured,))
-        finally:
-            if prefilled is not None:
-                self._let_go(prefilled)
+                    delivery.failed(leg.reader, error)
+                    continue
+                before = (*delivery.taken(), prefilled.measured)
+                answer: Answer | None = None
+                try:
+                    answer = await self._decode(errand, prefilled, held)
+                finally:
+                    if answer is None:
+                        self._aborts.tell(prefilled.engine.channel.abort_session(prefilled.session))
+                if answer is not None:
+                    return answer._replace(before=before)
 
-    def _choose(self, model: ServedModel, part: Part, strikes: Counter[str], failure: TriptychError | None) -> Engine:
-        engine = self._pool.choose(model, part, strikes)
-        if engine is None:
-            raise failure or Draining(reason(e for e in self._pool.engines if e.model == model))
-        return engine
+    def _decoders(self, errand: Errand, prefill: Engine) -> list[Engine]:
+        """Where a request can still go on from a prefill engine, the best first."""
+        return self._pool.left(errand, Part.DECODE, lambda decode: not prefill.misfit(decode))
 
-    async def _prefill(self, engine: Engine, request: GenerateRequest) -> _Prefilled:
+    async def _decode(self, errand: Errand, prefilled: _Prefilled, held: AsyncExitStack) -> Answer | None:
+        """What follows a prompt; None when its session is of no more use.
+
+        Raises:
+            TriptychError: a failure that another prompt would not mend.
+        """
+        going_on = replace(errand.request, session=prefilled.session, media=())
+        while decoders := self._decoders(errand, prefilled.engine):
+            decode = self._pool.chosen(decoders[0])
+            try:
+                events = await start(decode, going_on, held)
+            except TriptychError as error:
+                errand.failed(error)
+                if isinstance(error, (KvSessionNotFound, KvTransferFailed)):  # one of the two is to blame
+                    errand.strike(prefilled.engine, decode)
+                    return None
+                errand.give_up(decode)
+                if not isinstance(error, Overloaded):  # for want of room a session is refused unused
+                    return None
+            else:
+                return Answer(f"decode {decode.address}", events)
+        return None
+
+    async def _prefill(self, leg: Leg) -> _Prefilled:
         """The prompt's session.
 
         Raises:
             TriptychError: there is none.
         """
+        engine, request = leg
         engine.in_flight += 1
         try:
             events = await engine.generate(replace(request, handoff=True))
@@ -134,28 +125,7 @@ class Handoff:
                 await events.aclose()
         except asyncio.CancelledError:
             # the session may be on its way here
-            self._tell(engine.channel.abort(request.request_id))
+            self._aborts.tell(engine.channel.abort(request.request_id))
             raise
         finally:
             engine.left()
-
-    def _let_go(self, prefilled: _Prefilled) -> None:
-        self._tell(prefilled.engine.channel.abort_session(prefilled.session))
-
-    def _tell(self, call: Coroutine[Any, Any, object]) -> None:
-        """In a task of its own: whoever leaves does not wait for it."""
-        task = asyncio.create_task(_try(call))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
-
-def _or_raise(error: TriptychError) -> TriptychError:
-    """An error after which another engine may do better."""
-    if not may_go_elsewhere(error):
-        raise error
-    return error
-
-
-async def _try(call: Coroutine[Any, Any, object]) -> None:
-    with suppress(TriptychError):  # it is over already, or the engine is gone, and the session with it
-        await call

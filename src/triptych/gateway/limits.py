@@ -23,3 +23,5 @@ class GatewayLimits:
     """Threads that parse, render and tokenise."""
     max_pending_work: int = 256
     """Pieces of such work, running and waiting; more are refused as overloaded."""
+    encode_seconds: float = 300.0
+    """How long an encoder engine may take with the media of one request, waiting for its turn included."""

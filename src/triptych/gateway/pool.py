@@ -1,21 +1,63 @@
-"""The engines, and which of them gets the next request: the least busy one of the part that is wanted."""
+"""The engines, which of them gets a request next, and what a set of them can answer together."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import MediaError, TriptychError
-from triptych.gateway.engine import Engine, Part
+from triptych.core.media import Modality
+from triptych.gateway.abilities import READERS, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AsyncExitStack
 
     from triptych.core.request import GenerateRequest
-    from triptych.gateway.engine import Events, ServedModel
+    from triptych.gateway.engine import Engine, Events, ServedModel
 
 MAX_STRIKES = 2
 """How often one request may fail at one engine before it is not tried there again."""
+
+_LACKING = {
+    frozenset({Part.PREFILL}): "decode ",
+    frozenset({Part.DECODE}): "prefill ",
+    frozenset({Part.PREFILL, Part.DECODE}): "fitting decode ",
+}
+"""What is missing, by what there is beside encoders."""
+
+
+class Errand:
+    """One request on its way: what it needs, and what it has met."""
+
+    def __init__(self, model: ServedModel, request: GenerateRequest) -> None:
+        self.model = model
+        self.request = request
+        self.failure: TriptychError | None = None
+        """The last one after which another engine might have done better."""
+        self._strikes: Counter[str] = Counter()
+
+    def strikes(self, engine: Engine) -> int:
+        """How often it has failed there."""
+        return self._strikes[engine.address]
+
+    def strike(self, *engines: Engine) -> None:
+        """It failed once, and each of these may be to blame."""
+        self._strikes.update(engine.address for engine in engines)
+
+    def give_up(self, engine: Engine) -> None:
+        """It is not tried there again."""
+        self._strikes[engine.address] = MAX_STRIKES
+
+    def failed(self, error: TriptychError) -> None:
+        """Take note of a failure.
+
+        Raises:
+            TriptychError: it, when no other engine would do better.
+        """
+        if not error.retryable or isinstance(error, MediaError):
+            raise error
+        self.failure = error
 
 
 class Pool:
@@ -25,35 +67,73 @@ class Pool:
         self.engines = tuple(engines)
         self._choices = 0
 
-    def choose(self, model: ServedModel, part: Part, strikes: Mapping[str, int]) -> Engine | None:
-        """An engine for one request, or None if there is none left.
+    def left(self, errand: Errand, part: Part, able: Callable[[Engine], bool] | None = None) -> list[Engine]:
+        """Where a request can still be tried, the best first: few strikes, not busy, not lately chosen.
 
         Args:
-            model: what it must serve.
+            errand: the request.
             part: of the work.
-            strikes: how often this request has failed at each address.
+            able: what else is asked of an engine.
         """
-        left = [engine for engine in self._usable(model, part) if strikes.get(engine.address, 0) < MAX_STRIKES]
-        engine = min(left, key=lambda e: (strikes.get(e.address, 0), e.in_flight, e.last_used), default=None)
-        if engine is not None:
-            self._choices += 1
-            engine.last_used = self._choices
+        left = [
+            engine
+            for engine in self._usable(errand.model, part)
+            if errand.strikes(engine) < MAX_STRIKES and (able is None or able(engine))
+        ]
+        return sorted(left, key=lambda e: (errand.strikes(e), e.in_flight, e.last_used))
+
+    def chosen(self, engine: Engine) -> Engine:
+        """Take note that an engine gets a request now."""
+        self._choices += 1
+        engine.last_used = self._choices
         return engine
 
     def has(self, model: ServedModel, part: Part) -> bool:
         """Whether an engine of the part can be used now."""
         return bool(self._usable(model, part))
 
+    def serving(self, model: ServedModel) -> list[Engine]:
+        """The engines that are known to serve a model, in whatever state."""
+        return [engine for engine in self.engines if engine.model == model]
+
     def can_answer(self, model: ServedModel) -> bool:
-        """Whether a request for the model would find all that it needs."""
-        return _whole({engine.part for engine in self.engines if engine.model == model and engine.state.usable})
+        """Whether a request without media would find all that it needs."""
+        return bool(_readers([engine for engine in self.serving(model) if engine.state.usable]))
 
     def is_complete(self, model: ServedModel) -> bool:
-        """Whether all that the model needs is known, in whatever state."""
-        return _whole({engine.part for engine in self.engines if engine.model == model})
+        """Whether all that the model needs for an answer is known, in whatever state."""
+        return bool(_readers(self.serving(model)))
+
+    def modalities(self, model: ServedModel) -> frozenset[Modality]:
+        """Of media in requests for a model: what those who read its prompts take, in whatever form and state."""
+        return _union(e.abilities.modalities for e in self.serving(model) if e.abilities and e.part in READERS)
+
+    def unreadable(self, model: ServedModel) -> frozenset[Modality]:
+        """Of these, what nobody can read now, because an encoder is needed and there is none."""
+        usable = [engine for engine in self.serving(model) if engine.state.usable]
+        encoders = [engine for engine in usable if engine.part is Part.ENCODE]
+        readers = _readers(usable)
+        inline = _union(reader.abilities.media for reader in readers if reader.abilities)
+        encoded = _union(encoder.rows_for(reader) for encoder in encoders for reader in readers)
+        return self.modalities(model) - inline - encoded
 
     def _usable(self, model: ServedModel, part: Part) -> list[Engine]:
         return [e for e in self.engines if e.model == model and e.part is part and e.state.usable]
+
+
+def _union(sets: Iterable[frozenset[Modality]]) -> frozenset[Modality]:
+    return frozenset[Modality]().union(*sets)
+
+
+def _readers(engines: Sequence[Engine]) -> list[Engine]:
+    """Those that read prompts, and have somebody who goes on from them where they do not answer themselves."""
+    decoders = [engine for engine in engines if engine.part is Part.DECODE]
+    return [
+        engine
+        for engine in engines
+        if engine.part is Part.WHOLE
+        or (engine.part is Part.PREFILL and any(not engine.misfit(decode) for decode in decoders))
+    ]
 
 
 async def start(engine: Engine, request: GenerateRequest, held: AsyncExitStack) -> Events:
@@ -73,22 +153,32 @@ async def start(engine: Engine, request: GenerateRequest, held: AsyncExitStack) 
     return events
 
 
-def may_go_elsewhere(error: TriptychError) -> bool:
-    """Whether another engine may do better."""
-    return error.retryable and not isinstance(error, MediaError)
-
-
-def _whole(parts: set[Part | None]) -> bool:
-    return Part.WHOLE in parts or {Part.PREFILL, Part.DECODE} <= parts
+def misfits(engines: Sequence[Engine]) -> Iterator[str]:
+    """One line for each pair that serves one model and is never used together."""
+    for maker in engines:
+        for user in engines:
+            if maker.model is not None and maker.model == user.model and (why := maker.misfit(user)):
+                yield f"{maker.address} and {user.address} do not fit together: {why}"
 
 
 def reason(engines: Iterable[Engine]) -> str:
     """Why no request can be answered, with the state of each engine."""
     engines = tuple(engines)
-    usable = {engine.part for engine in engines if engine.state.usable}
-    lacking = "decode " if usable == {Part.PREFILL} else "prefill " if usable == {Part.DECODE} else ""
-    states = "; ".join(
+    usable = frozenset(engine.part for engine in engines if engine.part and engine.state.usable)
+    lacking = _LACKING.get(usable - {Part.ENCODE}, "")
+    return "; ".join((f"no {lacking}engine is ready: {_states(engines)}", *misfits(engines)))
+
+
+def no_encoder(model: ServedModel, engines: Sequence[Engine]) -> str:
+    """Why media of requests for a model cannot be read by the engines that serve it."""
+    encoders = [engine for engine in engines if engine.part is Part.ENCODE]
+    known = _states(encoders) or "none is known, and the other engines take no media themselves"
+    return "; ".join((f"no encoder engine for {model.served_name!r} can be used: {known}", *misfits(engines)))
+
+
+def _states(engines: Iterable[Engine]) -> str:
+    """Which engines there are, and how they are."""
+    return "; ".join(
         f"{e.address}{f', {e.part.value},' if e.part else ''} is {e.state.value}{f' ({e.detail})' if e.detail else ''}"
         for e in engines
     )
-    return f"no {lacking}engine is ready: {states}"

@@ -22,7 +22,7 @@ class SpanBody(msgspec.Struct, frozen=True):
     """One stage of a request in one process."""
 
     process: str
-    """``gateway``, or ``engine``, ``prefill`` or ``decode`` with the engine's address."""
+    """``gateway``, or ``engine``, ``encoder``, ``prefill`` or ``decode`` with the engine's address."""
     name: str
     start: float
     """Unix seconds."""

@@ -29,6 +29,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSpec:
+    """The shape of encoder rows, as the engine needs it."""
+
+    row_width: int
+    """Columns of one row: the main level, then each deepstack level."""
+    dtype: torch.dtype
+    """The decoder's."""
+    device: torch.device
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.row_width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class TextSpec:
     """The text decoder's shape, as the engine needs it."""
 
@@ -50,6 +66,11 @@ class TextSpec:
     def row_width(self) -> int:
         """Columns of one embedding row: the main level, then each deepstack level."""
         return self.hidden_size * (1 + self.deepstack_levels)
+
+    @property
+    def rows(self) -> RowSpec:
+        """The encoder rows that it reads."""
+        return RowSpec(self.row_width, self.dtype, self.device)
 
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take over all layers."""
@@ -177,7 +198,21 @@ class Model:
     tower: VisionTower | None
 
 
+@dataclass(frozen=True, slots=True)
+class TowerModel:
+    """What an encoder engine loads: a tower, and no decoder."""
+
+    tower: VisionTower
+    spec: RowSpec
+    """Of the rows that the decoder of the same checkpoint reads."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed; the words are those of torch on a CPU, and of CUDA outside torch's allocator."""
     words = ("can't allocate memory", "out of memory")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the device is gone. Nothing that is computed on it later could be trusted."""
+    return isinstance(error, torch.AcceleratorError)

@@ -6,22 +6,23 @@ no float16 arithmetic worth using. bfloat16 stays bfloat16: the memory is what i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from triptych.core.checkpoint import Section, architecture_of, read_json
-from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
-from triptych.models.contract import Model, is_out_of_memory
+from triptych.core.errors import CheckpointError, Internal, StartupError, UnknownArchitecture
+from triptych.models.contract import Model, RowSpec, TowerModel, is_out_of_memory
 from triptych.models.decoder_config import DecoderConfig, DecoderFamily
 from triptych.models.layer import Placement
 from triptych.models.text_decoder import TextDecoder
 from triptych.models.weights import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from triptych.models.contract import TextSpec
     from triptych.models.vision.qwen3_vl import Qwen3VLTower
@@ -68,6 +69,17 @@ class Description(NamedTuple):
     """Memory that the loaded weights will take."""
 
 
+class TowerDescription(NamedTuple):
+    """A checkpoint's tower without its tensors, and what config.json says of the decoder that reads its rows."""
+
+    spec: RowSpec
+    weight_bytes: int
+    """Memory that the tower's weights will take."""
+    vocab_size: int
+    max_context: int
+    """Positions the checkpoint was made for."""
+
+
 def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto", *, tower: bool = True) -> Description:
     """What :func:`load_model` would load, checked but not read: headers only.
 
@@ -76,12 +88,22 @@ def describe(directory: str | Path, device: str = "cpu", dtype: str = "auto", *,
         UnknownArchitecture: no row.
         StartupError: an unknown element type or device.
     """
-    plan = _plan(Path(directory), device, dtype, tower=tower)
-    parts = _build(plan, torch.device("meta"))
-    plan.checkpoint.match(parts.slots(), ignored=plan.ignored)
-    weight_bytes = sum(slot.target.nbytes for slot in parts.slots())
-    spec = replace(parts.text.spec, device=plan.device)
-    return Description(spec, weight_bytes)
+    plan = _plan(Path(directory), device, dtype, text=True, tower=tower)
+    parts = _checked(plan, _model)
+    return Description(replace(parts.text.spec, device=plan.device), _bytes(parts))
+
+
+def describe_tower(directory: str | Path, device: str = "cpu", dtype: str = "auto") -> TowerDescription:
+    """What :func:`load_tower` would load, checked but not read: headers only.
+
+    Raises:
+        CheckpointError: as for :func:`load_tower`.
+        UnknownArchitecture: no row.
+        StartupError: an unknown element type or device, or a checkpoint without a tower.
+    """
+    plan = _plan(Path(directory), device, dtype, text=False, tower=True)
+    weight_bytes = _bytes(_checked(plan, _tower))
+    return TowerDescription(plan.rows, weight_bytes, plan.decoder.vocab_size, plan.decoder.max_context)
 
 
 def load_model(
@@ -106,17 +128,28 @@ def load_model(
         UnknownArchitecture: no row.
         StartupError: an unknown element type or device, or too little memory.
     """
-    plan = _plan(Path(directory), device, dtype, tower=tower)
-    # Shapes first: sizes that only config.json claims are never allocated.
-    plan.checkpoint.match(_build(plan, torch.device("meta")).slots(), ignored=plan.ignored)
-    try:
-        parts = _build(plan, plan.device)
-        plan.checkpoint.fill(parts.slots(), progress=progress)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StartupError(f"not enough memory on {device} for the weights of {directory}") from error
+    parts = _filled(_plan(Path(directory), device, dtype, text=True, tower=tower), _model, progress)
     return Model(parts.text, parts.tower)
+
+
+def load_tower(
+    directory: str | Path,
+    device: str = "cpu",
+    dtype: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> TowerModel:
+    """Load the tower of a Hugging Face directory, and nothing of its decoder, whose tensors are not looked at.
+
+    Its rows are what the decoder reads that :func:`load_model` loads with the same arguments, ``auto`` included.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or unsupported; a tensor of the tower is missing, left over or
+            misshapen.
+        UnknownArchitecture: no row.
+        StartupError: an unknown element type or device, too little memory, or a checkpoint without a tower.
+    """
+    plan = _plan(Path(directory), device, dtype, text=False, tower=True)
+    return TowerModel(_filled(plan, _tower, progress).tower, plan.rows)
 
 
 class _Plan(NamedTuple):
@@ -128,18 +161,42 @@ class _Plan(NamedTuple):
     checkpoint: Checkpoint
     device: torch.device
     dtype: torch.dtype
+    text: bool
+    """Whether the decoder is loaded."""
     tower: bool
     """Whether an encoder is loaded, where there is one."""
 
+    @property
+    def levels(self) -> int:
+        """Deepstack levels."""
+        return 0 if self.vision is None else len(self.vision.numbers("deepstack_visual_indexes", ()))
+
+    @property
+    def rows(self) -> RowSpec:
+        """The rows that the decoder reads."""
+        return RowSpec(self.decoder.hidden_size * (1 + self.levels), self.dtype, self.device)
+
     def ignored(self, name: str) -> bool:
-        """Tensors that old exporters wrote and nothing needs, and those of an encoder that is left out."""
-        if self.family.has_tower and not self.tower and name.startswith(_TOWER_PREFIX):
+        """Tensors of a part that is left out, and those that old exporters wrote and nothing needs."""
+        if self.family.has_tower and not (self.tower if name.startswith(_TOWER_PREFIX) else self.text):
             return True
         return name.endswith("rotary_emb.inv_freq") or (self.decoder.tied and name == _HEAD)
 
 
-class _Parts(NamedTuple):
-    """A model with empty weights."""
+class _Parts(Protocol):
+    """Some of a checkpoint, with empty weights."""
+
+    def slots(self) -> Iterator[Slot]:
+        """All places."""
+        ...
+
+
+P = TypeVar("P", bound=_Parts)
+_Build = Callable[[_Plan, torch.device], P]
+
+
+class _Model(NamedTuple):
+    """All of it, or all but the tower."""
 
     text: TextDecoder
     tower: Qwen3VLTower | None
@@ -150,7 +207,40 @@ class _Parts(NamedTuple):
             yield from self.tower.slots(_TOWER_PREFIX)
 
 
-def _plan(directory: Path, device: str, dtype: str, *, tower: bool) -> _Plan:
+class _Tower(NamedTuple):
+    """The tower alone."""
+
+    tower: Qwen3VLTower
+
+    def slots(self) -> Iterator[Slot]:
+        return self.tower.slots(_TOWER_PREFIX)
+
+
+def _checked(plan: _Plan, build: _Build[P]) -> P:
+    """Parts that take no memory: sizes that only config.json claims are never allocated."""
+    parts = build(plan, torch.device("meta"))
+    plan.checkpoint.match(parts.slots(), ignored=plan.ignored)
+    return parts
+
+
+def _filled(plan: _Plan, build: _Build[P], progress: Callable[[int, int], None] | None) -> P:
+    _checked(plan, build)
+    try:
+        parts = build(plan, plan.device)
+        plan.checkpoint.fill(parts.slots(), progress=progress)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where = plan.checkpoint.directory
+        raise StartupError(f"not enough memory on {plan.device} for the weights of {where}") from error
+    return parts
+
+
+def _bytes(parts: _Parts) -> int:
+    return sum(slot.target.nbytes for slot in parts.slots())
+
+
+def _plan(directory: Path, device: str, dtype: str, *, text: bool, tower: bool) -> _Plan:
     config = read_json(directory, "config.json")
     architecture = architecture_of(config)
     if architecture not in FAMILIES:
@@ -158,9 +248,13 @@ def _plan(directory: Path, device: str, dtype: str, *, tower: bool) -> _Plan:
     if config.has("quantization_config"):
         raise config.error("quantization_config", "is set; quantised weights are not supported")
     family = FAMILIES[architecture]
-    text = config.section(family.text_section) if family.text_section else config
-    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False))
-    decoder = DecoderConfig.read(text, family.decoder, tied=tied)
+    if not (text or family.has_tower):
+        raise StartupError(
+            f"{directory}: {architecture} reads text only; an encoder engine needs a model with a vision tower"
+        )
+    section = config.section(family.text_section) if family.text_section else config
+    tied = config.flag("tie_word_embeddings", section.flag("tie_word_embeddings", False))
+    decoder = DecoderConfig.read(section, family.decoder, tied=tied)
     checkpoint = Checkpoint(directory)
     where = _device(device)
     return _Plan(
@@ -170,6 +264,7 @@ def _plan(directory: Path, device: str, dtype: str, *, tower: bool) -> _Plan:
         checkpoint=checkpoint,
         device=where,
         dtype=_dtype(dtype, checkpoint.stored.get(f"{family.decoder.prefix}embed_tokens.weight"), where),
+        text=text,
         tower=tower,
     )
 
@@ -187,20 +282,23 @@ def _vision(config: Section, decoder: DecoderConfig) -> Section:
     return vision
 
 
-def _build(plan: _Plan, device: torch.device) -> _Parts:
-    levels = 0 if plan.vision is None else len(plan.vision.numbers("deepstack_visual_indexes", ()))
-    tower = None
+def _model(plan: _Plan, device: torch.device) -> _Model:
+    prefix = plan.family.decoder.prefix
     try:
-        text = TextDecoder(plan.decoder, plan.family.decoder.prefix, levels, Placement(device, plan.dtype))
+        text = TextDecoder(plan.decoder, prefix, plan.levels, Placement(device, plan.dtype))
     except RuntimeError as error:
         if device.type != "meta":
             raise
         raise CheckpointError(f"{plan.checkpoint.directory}: config.json asks for impossible sizes") from error
-    if plan.vision is not None and plan.tower:
-        from triptych.models.vision.qwen3_vl import Qwen3VLTower
+    return _Model(text, _tower(plan, device).tower if plan.vision is not None and plan.tower else None)
 
-        tower = Qwen3VLTower(plan.vision, device, plan.dtype)
-    return _Parts(text, tower)
+
+def _tower(plan: _Plan, device: torch.device) -> _Tower:
+    from triptych.models.vision.qwen3_vl import Qwen3VLTower
+
+    if plan.vision is None:
+        raise Internal("a tower was asked for that the family does not have")
+    return _Tower(Qwen3VLTower(plan.vision, device, plan.dtype))
 
 
 def _dtype(asked: str, stored: Stored | None, device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.encoder_input import EncoderInput
+    from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
     from triptych.core.plan import PromptPlan
@@ -52,8 +52,8 @@ class Processor(Protocol):
         ...
 
     def plan(
-        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[EncoderInput]
-    ) -> tuple[PromptPlan, tuple[EncoderInput, ...]]:
+        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]
+    ) -> tuple[PromptPlan, tuple[ItemInput, ...]]:
         """Expand each marker into its item's rows, at token level; ids outside the spans are unchanged.
 
         Returns the plan, and the inputs with their layouts at their final places.

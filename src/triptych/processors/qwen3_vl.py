@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.checkpoint import Section
+    from triptych.core.encoder_input import ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Picture
 
@@ -205,8 +206,8 @@ class Qwen3VLProcessor:
         return out.reshape(grid.h * grid.w, -1)
 
     def plan(
-        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[EncoderInput]
-    ) -> tuple[PromptPlan, tuple[EncoderInput, ...]]:
+        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]
+    ) -> tuple[PromptPlan, tuple[ItemInput, ...]]:
         """Expand each picture marker into its picture's rows."""
         expansion = expand(token_ids, [self._image_token], [entry.layout for entry in inputs])
         plan = PromptPlan(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.encoder_input import EncoderInput
+    from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
 
@@ -41,8 +41,8 @@ class TextProcessor:
         raise AssertionError("check_counts refuses every item first")
 
     def plan(
-        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[EncoderInput]
-    ) -> tuple[PromptPlan, tuple[EncoderInput, ...]]:
+        self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]
+    ) -> tuple[PromptPlan, tuple[ItemInput, ...]]:
         """The prompt as it is."""
         own = token_ids.copy()
         own.setflags(write=False)

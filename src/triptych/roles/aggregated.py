@@ -6,7 +6,9 @@
     take       the engine's events, back on the loop  -> Answer.push
     Answer     detokenise, match stop strings, join   -> the caller
 
-Where KV can be moved, such an engine also computes prompts for others, and goes on from what others computed.
+Where KV can be moved, such an engine also computes prompts for others, and goes on from what others computed. Where
+rows can be moved, media may come as encoder outputs: nothing is opened then, and ``submit`` waits for their rows. They
+are spent once they are there, whatever becomes of the request; before that they can be used again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import time
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import RoleMismatch, UnsupportedFeature
-from triptych.core.events import Span
 from triptych.roles.fan_out import fan_out
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from triptych.roles.intake import Draft, Intake
     from triptych.roles.live import LiveRequests
     from triptych.roles.prefill import Prefill
+    from triptych.roles.row_ticket import RowTicket
 
 
 class Aggregated:
@@ -57,6 +59,7 @@ class Aggregated:
 
     async def accept(self, request: GenerateRequest) -> Answer:
         """Validate and admit; see ``Role.accept``."""
+        refuse_encoding(request)
         if request.session is not None:
             if self._decode is None:
                 raise UnsupportedFeature("kv.session is not supported by this engine")
@@ -70,15 +73,25 @@ class Aggregated:
     async def run_whole(self, request: GenerateRequest) -> AnswerStream:
         """Accept a request that begins and ends here."""
         with self._live.arriving(request) as arrival:
-            draft = await self._intake.validate(request, time.monotonic())
+            draft = await self._intake.draft(request, time.monotonic())
             arrival.go_on()
             ticket = self._intake.line_up(request)
             answer = self._live.answer(request)
             self._live.begin(answer, ticket, self._submit(answer, draft, ticket))
         return answer
 
-    async def _submit(self, answer: AnswerStream, draft: Draft, ticket: Ticket | None) -> None:
+    async def _submit(self, answer: AnswerStream, draft: Draft, ticket: Ticket | RowTicket | None) -> None:
         prepared = await self._intake.prepare(draft, ticket, answer.wanted)
         if answer.wanted():
-            answer.prepared = Span("prepare", draft.arrival, time.monotonic())
-            self._engine.submit(fan_out(prepared, answer.serials, answer.prepared.end))
+            answer.stages = prepared.stages
+            self._engine.submit(fan_out(prepared.request, answer.serials, prepared.end))
+
+
+def refuse_encoding(request: GenerateRequest) -> None:
+    """Refuse what only an encoder engine does.
+
+    Raises:
+        RoleMismatch: the request asks for its media to be encoded.
+    """
+    if request.encode is not None:
+        raise RoleMismatch("encoder: this engine encodes media for no other engine; ask an encoder engine")

@@ -61,8 +61,8 @@ class AnswerStream:
         """Whether a terminal event was pushed."""
         self.closed = False
         """Whether the caller has left."""
-        self.prepared: Span | None = None
-        """The time before the engine had the request, in monotonic seconds."""
+        self.stages: tuple[Span, ...] = ()
+        """What happened before the engine had the request, in monotonic seconds."""
         self._outputs = {output.serial: output for output in outputs}
         self._abort = abort
         self._on_close = on_close
@@ -161,9 +161,7 @@ class AnswerStream:
         if spans:
             end = max(span.end for output in self._outputs.values() for span in output.spans)
             spans[-1] = replace(spans[-1], end=end)
-        if self.prepared is not None:
-            spans.insert(0, self.prepared)
-        return in_unix_seconds(spans)
+        return in_unix_seconds([*self.stages, *spans])
 
     def _pile(self, delta: Tokens) -> None:
         """Queue a delta, together with one of the same output that was not read yet."""

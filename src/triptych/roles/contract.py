@@ -25,6 +25,7 @@ class RoleName(enum.Enum):
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
     DECODE = "decode"
+    ENCODER = "encoder"
 
 
 class HealthState(enum.IntEnum):
@@ -34,6 +35,19 @@ class HealthState(enum.IntEnum):
     READY = 2
     DEGRADED = 3
     NOT_READY = 4
+
+
+class TransferOutcome(enum.IntEnum):
+    """What has become of an encoder output: ``openengine.v1.TransferOutcome`` by its wire numbers."""
+
+    FINISHED = 1
+    """A consumer has all of it."""
+    NOT_STARTED = 2
+    """It waits, and can be taken."""
+    IN_PROGRESS = 3
+    """A consumer is taking it."""
+    FAILED = 4
+    """It was released, has expired, or could not be kept; nobody has it."""
 
 
 class AbortOutcome(enum.Enum):
@@ -100,6 +114,16 @@ class EngineDescription:
     """Whether it computes prompts for other engines, and lets go of what waits for them when asked."""
     takes_over: bool = False
     """Whether it goes on from what other engines computed, whose KV it fetches."""
+    row_backend: str = ""
+    """The transport that moves encoder rows between this engine and others; empty when there is none."""
+    encodes: bool = False
+    """Whether it encodes media for other engines."""
+    takes_rows: bool = False
+    """Whether it takes encoder outputs in place of media."""
+    requires_rows: bool = False
+    """Whether it takes no media but by encoder outputs: it has no tower."""
+    fingerprint: bytes = b""
+    """32 bytes: model revision and processor settings; where rows move, both engines must have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +199,7 @@ class Role(Protocol):
         ...
 
     async def abort(self, request_id: str) -> AbortOutcome:
-        """End one request; each of its outputs ends with a CANCELLED finish. Its session ends, if one waits.
+        """End one request; each of its outputs ends with a CANCELLED finish. What waits of it for others ends.
 
         Raises:
             RequestNotFound: the id is neither live nor remembered as finished.
@@ -183,7 +207,7 @@ class Role(Protocol):
         ...
 
     async def abort_all(self) -> int:
-        """End every request, and every session that waits for a decode engine; returns how many there were."""
+        """End every request, and everything that waits for other engines; returns how many there were."""
         ...
 
     async def abort_session(self, session_id: str) -> AbortOutcome:
@@ -192,6 +216,24 @@ class Role(Protocol):
         Raises:
             KvSessionNotFound: the id is neither waiting nor remembered as over.
             UnsupportedFeature: this engine hands nothing over.
+        """
+        ...
+
+    async def abort_rows(self, cache_id: str) -> AbortOutcome:
+        """Let go of an encoder output that waits to be used, soon; one that is being taken is taken whole.
+
+        Raises:
+            ReferenceNotFound: the id is neither waiting nor remembered as over.
+            UnsupportedFeature: this engine encodes for nobody.
+        """
+        ...
+
+    def transfer_outcome(self, cache_id: str) -> TransferOutcome:
+        """What has become of an encoder output.
+
+        Raises:
+            ReferenceNotFound: the id is neither waiting nor remembered as over.
+            UnsupportedFeature: this engine encodes for nobody.
         """
         ...
 
@@ -244,7 +286,7 @@ class Role(Protocol):
         ...
 
     async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
-        """Named checks, answered without the engine thread unless ``probe`` asks for one real token."""
+        """Named checks, answered without the engine thread unless ``probe`` asks for a token, or a picture's rows."""
         ...
 
     async def drain(self, grace: float) -> None:

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import RoleMismatch, UnsupportedFeature
-from triptych.core.events import Span
 from triptych.core.request import Resume
 from triptych.core.session import KvSession
+from triptych.roles.aggregated import refuse_encoding
 from triptych.roles.fan_out import fan_out
 from triptych.roles.session_checks import check_adapter, check_blocks, check_first, check_lease, check_origin
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from triptych.roles.answer import AnswerStream
     from triptych.roles.intake import Draft, Intake
     from triptych.roles.live import LiveRequests
+    from triptych.roles.row_ticket import RowTicket
 
 
 class Decode:
@@ -68,14 +69,16 @@ class Decode:
 
     async def accept(self, request: GenerateRequest) -> AnswerStream:
         """Validate and admit; see ``Role.accept``."""
+        refuse_encoding(request)
         if request.session is not None:
             return await self.resume(request)
         if request.handoff:
             raise RoleMismatch("extra.request_type is 'context_only': this engine decodes; ask a prefill engine")
-        if request.media:
+        if request.media or request.references:
+            items = f"{len(request.media)} media item(s)" if request.media else "encoder_cache"
             raise RoleMismatch(
-                f"{len(request.media)} media item(s) without kv.session: a decode engine has no encoder; send the "
-                "request to an aggregated engine, or its prompt to a prefill engine first"
+                f"{items} without kv.session: a decode engine computes no prompts with media; send the request to an "
+                "aggregated engine, or its prompt to a prefill engine first"
             )
         return await self._whole.run_whole(request)
 
@@ -94,6 +97,11 @@ class Decode:
             request = _rest_of(request, session)
             if session.plan is not None:
                 draft = await self._intake.attach(request, session.plan, time.monotonic())
+            elif request.references:
+                raise UnsupportedFeature(
+                    "encoder_cache: the session has no plan that this engine can read, and no prompt is planned with "
+                    "encoder outputs to go on from one; send the media themselves"
+                )
             else:
                 draft = await self._intake.validate(request, time.monotonic())
             arrival.go_on()
@@ -107,12 +115,14 @@ class Decode:
             raise
         return answer
 
-    async def _submit(self, answer: AnswerStream, session: KvSession, draft: Draft, ticket: Ticket | None) -> None:
+    async def _submit(
+        self, answer: AnswerStream, session: KvSession, draft: Draft, ticket: Ticket | RowTicket | None
+    ) -> None:
         prepared = await self._intake.prepare(draft, ticket, answer.wanted)
-        check_blocks(session, len(prepared.plan))
+        check_blocks(session, len(prepared.request.plan))
         if answer.wanted():
-            answer.prepared = Span("prepare", draft.arrival, time.monotonic())
-            outputs = fan_out(replace(prepared, inputs=()), answer.serials, answer.prepared.end)
+            answer.stages = prepared.stages
+            outputs = fan_out(replace(prepared.request, inputs=()), answer.serials, prepared.end)
             self._engine.submit(_resumed(outputs, session))
 
 

@@ -1,8 +1,8 @@
 """What a server deals with: an engine in some role.
 
-    accept     -> the role's own file: aggregated, prefill, decode
+    accept     -> the role's own file: aggregated, encoder, prefill, decode
     events     the engine's thread -> the event loop -> answers, and followers of the cached blocks
-    control    aborts, sessions, adapters, KV events, load, health
+    control    aborts, sessions, encoder outputs, adapters, KV events, load, health
     drain      refuse, wait, abort the rest, stop
 
 What becomes of a request is the role's own; all the rest is the same for each of them, and here.
@@ -15,19 +15,20 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol
 
-from triptych.core.errors import Draining, RequestNotFound, UnsupportedFeature
+from triptych.core.errors import Draining, KvSessionNotFound, ReferenceNotFound, RequestNotFound, UnsupportedFeature
 from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
 from triptych.roles.kv_feed import KvFeed
-from triptych.roles.probe import InferenceProbe
+from triptych.roles.probe import InferenceProbe, one_picture, one_token
 
 if TYPE_CHECKING:
     from triptych.core.adapter import AdapterInfo
     from triptych.core.events import EngineEvent
     from triptych.core.kv_events import KvChange
     from triptych.core.request import GenerateRequest
-    from triptych.engine.loop import Engine
-    from triptych.roles.contract import Answer
+    from triptych.engine.loop import EncodeEngine, Engine
+    from triptych.roles.contract import Answer, TransferOutcome
     from triptych.roles.intake import Intake
+    from triptych.roles.known_items import KnownItems
     from triptych.roles.kv_subscription import Subscription
     from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
@@ -50,17 +51,20 @@ class Desk:
         engine: not yet started.
         live: the requests of this engine.
         service: what the role does with them.
-        leases: sessions of this engine that wait for others; None where none are made.
+        leases: what waits here for other engines, encoder outputs where it encodes, else sessions; None where nothing
+            does.
+        known: the media items that need not be opened again; None where it does not encode for others.
     """
 
     def __init__(
         self,
         description: EngineDescription,
         intake: Intake,
-        engine: Engine,
+        engine: Engine | EncodeEngine,
         live: LiveRequests,
         service: Service,
         leases: Leases | None = None,
+        known: KnownItems | None = None,
     ) -> None:
         self._description = description
         self._front = frontend = intake.frontend
@@ -69,13 +73,16 @@ class Desk:
         self._live = live
         self._service = service
         self._leases = leases
+        self._known = known
         self._loop = asyncio.get_running_loop()
         self._kv_feed = KvFeed(
             description.kv_event_buffer, description.kv_event_heartbeat, before=time.time_ns() // 1000
         )
         self._drained: asyncio.Task[None] | None = None
-        token = next(iter(frontend.eos_token_ids), 0)
-        self._probe = InferenceProbe(self, token)
+        if description.encodes:
+            self._probe = InferenceProbe(self, one_picture(frontend.model))
+        else:
+            self._probe = InferenceProbe(self, one_token(frontend.model, next(iter(frontend.eos_token_ids), 0)))
         engine.start(self._deliver)
 
     @property
@@ -120,9 +127,31 @@ class Desk:
 
     async def abort_session(self, session_id: str) -> AbortOutcome:
         """Let go of a session; see ``Role.abort_session``."""
-        if self._leases is None:
+        if self._leases is None or self._description.encodes:
             raise UnsupportedFeature("Abort(kv_session): this engine makes no sessions; ask the one that made it")
-        return self._leases.abort(session_id)
+        outcome = self._leases.abort(session_id)
+        if outcome is None:
+            raise KvSessionNotFound(f"no KV session {session_id[:80]!r}")
+        return outcome
+
+    async def abort_rows(self, cache_id: str) -> AbortOutcome:
+        """Let go of an encoder output; see ``Role.abort_rows``."""
+        outcome = self._outputs("Abort(encoder_cache)").abort(cache_id)
+        if outcome is None:
+            raise _unknown_output(cache_id)
+        return outcome
+
+    def transfer_outcome(self, cache_id: str) -> TransferOutcome:
+        """What has become of an encoder output; see ``Role.transfer_outcome``."""
+        outcome = self._outputs("TransferEncoderCache").outcome(cache_id)
+        if outcome is None:
+            raise _unknown_output(cache_id)
+        return outcome
+
+    def _outputs(self, asked: str) -> Leases:
+        if self._leases is None or not self._description.encodes:
+            raise UnsupportedFeature(f"{asked}: this engine encodes for no other; ask the one that made the output")
+        return self._leases
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """The loaded LoRA adapters."""
@@ -160,7 +189,12 @@ class Desk:
         if intake.compiler is not None:
             ledgers["grammars"] = intake.compiler.statistics()
         if self._leases is not None:
-            ledgers["kv_sessions"] = self._leases.statistics()
+            ledgers["encoder_outputs" if self._description.encodes else "kv_sessions"] = self._leases.statistics()
+        if self._known is not None:
+            ledgers["known_items"] = self._known.statistics()
+        if intake.rows is not None:
+            ledgers["row_intake"] = intake.rows.statistics()
+            ledgers["row_transport"] = intake.rows.transport_statistics()
         return ledgers
 
     async def health(self, *, probe: bool) -> tuple[HealthCheck, ...]:
@@ -172,8 +206,14 @@ class Desk:
             engine = HealthCheck("scheduler", HealthState.NOT_READY, "draining")
         else:
             engine = HealthCheck("scheduler", HealthState.READY)
-        checks = (engine, HealthCheck("model", HealthState.READY, self.model.served_name))
-        return (*checks, await self._probe.check()) if probe else checks
+        checks = [engine, HealthCheck("model", HealthState.READY, self.model.served_name)]
+        if self._intake.rows is not None:
+            checks.append(self._intake.rows.health())
+        elif self._description.encodes:
+            checks.append(HealthCheck("encoder_connector", HealthState.READY, self._description.row_backend))
+        if probe:
+            checks.append(await self._probe.check())
+        return tuple(checks)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -198,3 +238,7 @@ class Desk:
             self._leases.abort_all()
         await asyncio.to_thread(self._engine.stop)
         await self._intake.close()
+
+
+def _unknown_output(cache_id: str) -> ReferenceNotFound:
+    return ReferenceNotFound(f"no encoder output {cache_id[:80]!r}")

@@ -1,12 +1,13 @@
-"""Sessions that wait for a decode engine: how long, and how each of them ends.
+"""What waits for another engine, KV sessions or encoder outputs: how long, and how each of them ends.
 
-    grant        a prefill is handed over; from now on its time runs
-    TAKEN        a decode engine has everything
+    grant        it is handed over; from now on its time runs
+    TAKEN        the other engine has everything
     expire       nobody came
     withdraw     nobody will: an abort, a caller who never read of it, the end of the engine
 
-Each ends by the first of these, once. The memory is another matter: only the transport knows when nobody reads it any
-more, and until it says FREE the engine keeps the blocks, whatever became of the session.
+Each ends by the first of these, once; who had begun to take it before that still gets all of it, and is remembered. The
+memory is another matter: only the transport knows when nobody reads it any more, and until it says FREE the engine
+keeps the blocks, whatever became of the session.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triptych.core.errors import KvSessionNotFound
-from triptych.roles.contract import AbortOutcome
-from triptych.transport.contract import SessionEvent
+from triptych.roles.contract import AbortOutcome, TransferOutcome
+from triptych.transport.contract import SessionEvent, SessionState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REMEMBERED_SESSIONS = 4096
-"""Sessions that are over, which an abort still recognises."""
+"""Sessions that are over, which are still recognised."""
 
 
 class Keeper(Protocol):
@@ -51,21 +54,26 @@ class Leases:
     Args:
         engine: keeps the blocks.
         seconds: how long a session waits.
+        state: how one stands, by the transport; from any thread. Needed for ``outcome`` only.
     """
 
-    def __init__(self, engine: Keeper, seconds: float) -> None:
+    def __init__(
+        self, engine: Keeper, seconds: float, state: Callable[[str], SessionState] = lambda _: SessionState.UNKNOWN
+    ) -> None:
         self._engine = engine
         self._seconds = seconds
+        self._state = state
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, _Lease] = {}
-        self._over: OrderedDict[str, None] = OrderedDict()
+        self._over: OrderedDict[str, bool] = OrderedDict()
+        """Whether somebody has everything."""
         self._counts = Counter(granted=0, taken=0, expired=0, withdrawn=0)
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def waiting(self) -> int:
-        """Sessions that a decode engine can still take."""
+        """Sessions that can still be taken."""
         return len(self._waiting)
 
     def grant(self, session_id: str, request_id: str) -> int:
@@ -87,6 +95,8 @@ class Leases:
                 self._engine.release(session_id)
             case SessionEvent.TAKEN:
                 self._end(session_id, "taken")
+                if session_id in self._over:  # it may have ended in another way while it was being taken
+                    self._over[session_id] = True
 
     def withdraw(self, session_id: str) -> None:
         """Nobody shall take it; also one that was not granted yet, or is over."""
@@ -95,14 +105,29 @@ class Leases:
         else:
             self._engine.withdraw(session_id)
 
-    def abort(self, session_id: str) -> AbortOutcome:
-        """Withdraw one by its name; see ``Role.abort_session``."""
+    def abort(self, session_id: str) -> AbortOutcome | None:
+        """Withdraw one by its name; None: there is none, and none of this name is remembered."""
         if session_id in self._waiting:
             self._end(session_id, "withdrawn")
             return AbortOutcome.ABORTED
-        if session_id in self._over:
-            return AbortOutcome.ALREADY_FINISHED
-        raise KvSessionNotFound(f"no KV session {session_id[:80]!r}")
+        return AbortOutcome.ALREADY_FINISHED if session_id in self._over else None
+
+    def outcome(self, session_id: str) -> TransferOutcome | None:
+        """What has become of one; None as with ``abort``.
+
+        IN_PROGRESS is also said while the end is known on one side only, here or in the transport: ask again.
+        """
+        waits = session_id in self._waiting
+        if not waits and session_id not in self._over:
+            return None
+        if self._over.get(session_id):
+            return TransferOutcome.FINISHED
+        match self._state(session_id):
+            case SessionState.WAITING if waits:
+                return TransferOutcome.NOT_STARTED
+            case SessionState.UNKNOWN if not waits:
+                return TransferOutcome.FAILED
+        return TransferOutcome.IN_PROGRESS
 
     def abort_of(self, request_id: str) -> int:
         """Withdraw those of a request; returns how many waited."""
@@ -132,7 +157,7 @@ class Leases:
             return  # it is over
         lease.timer.cancel()
         self._counts[how] += 1
-        self._over[session_id] = None
+        self._over[session_id] = how == "taken"
         while len(self._over) > REMEMBERED_SESSIONS:
             self._over.popitem(last=False)
         if how != "taken":

@@ -2,6 +2,7 @@
 
     arriving   refused if the engine ends, the id is taken, or there is no room; else the id is, and an abort finds it
     begin      accepted: a task gets the request into the engine, however impatient the caller is
+    prepare    the same once more, for what the engine could not do as it was
     take       the engine's events -> the answers that they are about
     close      the caller has left: the id is free, and what is still computed is ended
 
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
     from triptych.core.events import EngineEvent
     from triptych.core.request import GenerateRequest
-    from triptych.engine.loop import Engine
-    from triptych.media.admission import Ticket
+    from triptych.engine.loop import EncodeEngine, Engine
     from triptych.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LiveAnswer(Protocol):
 
     @property
     def serials(self) -> tuple[str, ...]:
-        """The engine's names for its outputs."""
+        """The engine's names for its outputs, or media items."""
         ...
 
     @property
@@ -86,12 +86,19 @@ class LiveAnswer(Protocol):
         ...
 
 
+class Place(Protocol):
+    """A request's place in line for what is done before the engine has it."""
+
+    def give_up(self) -> None:
+        """Nobody wants it any more, at whatever moment. Idempotent."""
+        ...
+
+
 class _Preparation(NamedTuple):
     """What gets a request into the engine."""
 
     task: asyncio.Task[None]
-    ticket: Ticket | None
-    """The place in line for media."""
+    ticket: Place | None
 
 
 class Arrival:
@@ -129,7 +136,7 @@ class LiveRequests:
         max_outputs: of one request.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_outputs: int) -> None:
+    def __init__(self, engine: Engine | EncodeEngine, tokenizer: Tokenizer, max_outputs: int) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._token_text = token_texts(tokenizer)
@@ -182,8 +189,12 @@ class LiveRequests:
             raise Draining("the engine is shutting down")
 
     @contextmanager
-    def arriving(self, request: GenerateRequest) -> Iterator[Arrival]:
+    def arriving(self, request: GenerateRequest, items: int = 0) -> Iterator[Arrival]:
         """While a request is looked at: from here on its id is taken. What is accepted begins inside.
+
+        Args:
+            request: the client's.
+            items: as many requests of the engine come of it; 0: one for each of its outputs.
 
         Raises:
             Draining: the engine is shutting down or has failed.
@@ -199,8 +210,9 @@ class LiveRequests:
             raise InvalidRequest(
                 f"num_sequences is {outputs}; one request can have at most {self._max_outputs} outputs here"
             )
-        self._engine.check_queue(outputs, before=self.preparing)
-        arrival = self._arriving[request_id] = Arrival(self, outputs)
+        places = items or outputs
+        self._engine.check_queue(places, before=self.preparing)
+        arrival = self._arriving[request_id] = Arrival(self, places)
         self._idle.clear()
         try:
             yield arrival
@@ -218,19 +230,23 @@ class LiveRequests:
             on_close=self.close,
         )
 
-    def begin(self, answer: LiveAnswer, ticket: Ticket | None, submit: Coroutine[object, object, None]) -> None:
-        """Take the answer's id and, in a task of its own, get it into the engine.
+    def begin(self, answer: LiveAnswer, ticket: Place | None, submit: Coroutine[object, object, None]) -> None:
+        """Take the answer's id and get it into the engine; see ``prepare``."""
+        self._by_id[answer.request_id] = answer
+        self._by_serial.update(dict.fromkeys(answer.serials, answer))
+        self._idle.clear()
+        self.prepare(answer, ticket, submit)
+
+    def prepare(self, answer: LiveAnswer, ticket: Place | None, submit: Coroutine[object, object, None]) -> None:
+        """In a task of its own, get a request into the engine, where nothing of it is.
 
         The task is never cancelled: a permit inside must last as long as the worker that it stands for.
 
         Args:
-            answer: new; what goes wrong from here on ends it.
+            answer: what goes wrong from here on ends it.
             ticket: the place in line that ``submit`` waits in.
             submit: prepares the request and submits it.
         """
-        self._by_id[answer.request_id] = answer
-        self._by_serial.update(dict.fromkeys(answer.serials, answer))
-        self._idle.clear()
         task = asyncio.create_task(self._prepare(answer, submit), name=f"prepare {answer.serials[0]}")
         self._preparing[answer] = _Preparation(task, ticket)
 

@@ -8,6 +8,9 @@
 
 A prompt's length is the only length here: whether an answer ends with its first token is said by the engine that has
 the whole request. What clients send here may say ``max_tokens = 1`` and mean just this leg.
+
+Where rows can be moved, media may come as encoder outputs: nothing is opened then, and ``submit`` waits for their rows.
+They are spent once they are there, whatever becomes of the prompt; before that they can be used again.
 """
 
 from __future__ import annotations
@@ -18,21 +21,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import Internal, RoleMismatch
-from triptych.core.events import FinishReason, PrefillReady, Span, Usage
+from triptych.core.events import FinishReason, Prefilled, PrefillReady, Usage
 from triptych.core.session import KvSession
+from triptych.roles.aggregated import refuse_encoding
 from triptych.roles.fan_out import fan_out
-from triptych.roles.prefill_answer import PrefillAnswer
+from triptych.roles.handover_answer import HandoverAnswer
 from triptych.roles.timeline import in_unix_seconds
 
 if TYPE_CHECKING:
-    from triptych.core.events import Prefilled
+    from triptych.core.errors import TriptychError
+    from triptych.core.events import Failed, Span
     from triptych.core.request import GenerateRequest, Request
     from triptych.core.session import FirstToken
     from triptych.engine.loop import Engine
     from triptych.media.admission import Ticket
+    from triptych.roles.handover_answer import Part
     from triptych.roles.intake import Draft, Intake
     from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
+    from triptych.roles.row_ticket import RowTicket
 
 
 class Prefill:
@@ -53,22 +60,24 @@ class Prefill:
         self._leases = leases
         self._model = model
 
-    async def accept(self, request: GenerateRequest) -> PrefillAnswer:
+    async def accept(self, request: GenerateRequest) -> HandoverAnswer:
         """Validate and admit; see ``Role.accept``. However the request asks, its answer is a ``PrefillReady``."""
+        refuse_encoding(request)
         if request.session is not None:
             raise RoleMismatch(
                 "kv.session: this engine computes prompts; send what goes on from one to a decode engine"
             )
         request = _one_token(request)
         with self._live.arriving(request) as arrival:
-            draft = await self._intake.validate(request, time.monotonic())
+            draft = await self._intake.draft(request, time.monotonic())
             arrival.go_on()
             ticket = self._intake.line_up(request)
             handoff = _Handoff(request.request_id, self._leases, self._model)
-            answer = PrefillAnswer(
+            answer = HandoverAnswer(
                 request.request_id,
                 self._live.serials(request.num_sequences),
                 handoff,
+                outputs=request.num_sequences,
                 token_text=self._live.token_text(request),
                 abort=self._engine.abort,
                 on_close=self._live.close,
@@ -76,30 +85,33 @@ class Prefill:
             self._live.begin(answer, ticket, self._submit(answer, handoff, draft, ticket))
         return answer
 
-    async def _submit(self, answer: PrefillAnswer, handoff: _Handoff, draft: Draft, ticket: Ticket | None) -> None:
+    async def _submit(
+        self, answer: HandoverAnswer, handoff: _Handoff, draft: Draft, ticket: Ticket | RowTicket | None
+    ) -> None:
         prepared = await self._intake.prepare(draft, ticket, answer.wanted)
         if answer.wanted():
-            handoff.prepared = Span("prepare", draft.arrival, time.monotonic())
-            handoff.request = replace(prepared, export=handoff.session_id)
-            self._engine.submit(fan_out(handoff.request, answer.serials, handoff.prepared.end))
+            handoff.stages = prepared.stages
+            handoff.request = replace(prepared.request, export=handoff.session_id)
+            self._engine.submit(fan_out(handoff.request, answer.serials, prepared.end))
 
 
 class _Handoff:
-    """One prompt's way to another engine. Implements ``roles.prefill_answer.Handoff``."""
+    """One prompt's way to another engine. Implements ``roles.handover_answer.Handover``."""
 
     def __init__(self, request_id: str, leases: Leases, model: bytes) -> None:
         self.session_id = uuid.uuid4().hex
         """Of no other session of any engine."""
         self.request: Request | None = None
         """What is computed, once it is prepared."""
-        self.prepared: Span | None = None
-        """The time before the engine had the request, in monotonic seconds."""
+        self.stages: tuple[Span, ...] = ()
+        """What happened before the engine had the request, in monotonic seconds."""
         self._request_id = request_id
         self._leases = leases
         self._model = model
 
-    def hand_over(self, outputs: tuple[Prefilled, ...]) -> PrefillReady:
+    def hand_over(self, parts: tuple[Part, ...]) -> PrefillReady:
         """The session, of all outputs in order; its lease begins."""
+        outputs = tuple(part for part in parts if isinstance(part, Prefilled))
         request, leader = self.request, outputs[0]
         if request is None or leader.handle is None or request.sampling.seed is None:
             raise Internal("a prompt was computed that nobody had prepared")
@@ -115,13 +127,16 @@ class _Handoff:
         )
         completion = sum(output.usage.completion_tokens for output in outputs)
         usage = Usage(leader.usage.prompt_tokens, completion, leader.usage.cached_prompt_tokens)
-        spans = leader.spans if self.prepared is None else (self.prepared, *leader.spans)
-        return PrefillReady(self._request_id, session, usage, in_unix_seconds(spans))
+        return PrefillReady(self._request_id, session, usage, in_unix_seconds([*self.stages, *leader.spans]))
 
     def withdraw(self) -> None:
         """Nobody shall take the session, whether there is one by now or not."""
         if self.request is not None:
             self._leases.withdraw(self.session_id)
+
+    def reason(self, failed: Failed) -> TriptychError:
+        """Why an output has failed: they share what can go wrong."""
+        return failed.error
 
 
 def _one_token(request: GenerateRequest) -> GenerateRequest:

@@ -142,7 +142,7 @@ def check_plan(plan: PromptPlan, processor: Processor, vocab_size: int) -> None:
         SessionMismatch: it was made with other processor settings.
         InvalidRequest: it contradicts itself; names the item or the token.
     """
-    placeholders, like = processor.placeholders, _any_plan(processor)
+    placeholders, like = processor.placeholders, any_plan(processor)
     if plan.fingerprint != like.fingerprint:
         raise SessionMismatch(
             "kv.session: its plan was made with other processor settings or another model revision "
@@ -176,7 +176,7 @@ def check_plan(plan: PromptPlan, processor: Processor, vocab_size: int) -> None:
         )
 
 
-def _any_plan(processor: Processor) -> PromptPlan:
+def any_plan(processor: Processor) -> PromptPlan:
     """One of a single token, to see what all plans of the processor have in common."""
     text = next(token_id for token_id in itertools.count() if token_id not in processor.placeholders.values())
     return processor.plan(np.array([text], np.int32), ())[0]

@@ -6,18 +6,19 @@ RPCs of parts of the contract that are not offered answer UNIMPLEMENTED and are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from triptych.core.adapter import check_adapter_name
 from triptych.core.errors import InvalidRequest, ModelNotFound, TriptychError, UnsupportedFeature, WrongState
-from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState
+from triptych.roles.contract import AbortOutcome, HealthCheck, HealthState, TransferOutcome
 from triptych.rpc.describe import ROLES, load_info, model_info, server_info
 from triptych.rpc.metadata import check_trace
 from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
 from triptych.wire.codec_adapter import decode_adapter, encode_adapter
+from triptych.wire.codec_session import MAX_NAME_BYTES
 from triptych.wire.gen import encoder_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from triptych.roles.contract import Role
     from triptych.rpc.kv_events import KvEvents
+    from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
 
 Question = TypeVar("Question", bound="Message")
@@ -39,17 +41,31 @@ _ABORT_STATUSES = {
     AbortOutcome.ABORTED: lifecycle_pb2.ABORT_STATUS_ABORTED,
     AbortOutcome.ALREADY_FINISHED: lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED,
 }
+_OUTCOME_MESSAGES = {
+    TransferOutcome.FINISHED: "a consumer has all of it",
+    TransferOutcome.NOT_STARTED: "it waits, and can be taken",
+    TransferOutcome.IN_PROGRESS: "a consumer is taking it",
+    TransferOutcome.FAILED: "it was released, has expired or could not be kept; nobody has it",
+}
 _SEVERITY = (HealthState.READY, HealthState.DEGRADED, HealthState.STARTING, HealthState.NOT_READY)
 
 
 class Control:
     """Serves the Control service over any role, but for the stream of KV events."""
 
-    def __init__(self, role: Role, kv_events: KvEvents, sessions: SessionCodec, on_shutdown: OnShutdown | None) -> None:
+    def __init__(
+        self,
+        role: Role,
+        kv_events: KvEvents,
+        sessions: SessionCodec,
+        references: ReferenceCodec,
+        on_shutdown: OnShutdown | None,
+    ) -> None:
         """Without ``on_shutdown`` the process is not to be ended by a call."""
         self._role = role
         self._kv_events = kv_events
         self._sessions = sessions
+        self._references = references
         self._on_shutdown = on_shutdown
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -114,7 +130,7 @@ class Control:
         )
 
     async def _abort(self, request: lifecycle_pb2.AbortRequest) -> lifecycle_pb2.AbortResponse:
-        """End one request, one session that waits for a decode engine, or all of both."""
+        """End one request, one session or one encoder output that waits for another engine, or all of them."""
         match request.WhichOneof("target"):
             case "request_id":
                 if not request.request_id:
@@ -130,8 +146,13 @@ class Control:
             case "kv_session" if self._role.engine.hands_over:
                 outcome = await self._role.abort_session(self._sessions.session_id(request.kv_session))
                 return lifecycle_pb2.AbortResponse(status=_ABORT_STATUSES[outcome])
+            case "encoder_cache" if self._role.engine.encodes:
+                # Read whole, also where nothing is signed: what is malformed lets go of nothing.
+                reference = self._references.decode(request.encoder_cache)
+                outcome = await self._role.abort_rows(reference.item.handle.session_id)
+                return lifecycle_pb2.AbortResponse(status=_ABORT_STATUSES[outcome])
             case None:
-                raise InvalidRequest("the target is absent: set request_id, kv_session or all_requests")
+                raise InvalidRequest("the target is absent: set request_id, kv_session, encoder_cache or all_requests")
             case target:
                 raise UnsupportedFeature(f"Abort({target}) is not supported by this engine")
 
@@ -157,8 +178,33 @@ class Control:
         if not self._role.engine.max_loras:
             raise WrongState("LoRA adapters are switched off; start the engine with --max-loras")
 
-    async def _transfer(self, _: encoder_pb2.TransferEncoderCacheRequest) -> NoReturn:
-        raise UnsupportedFeature("Control.TransferEncoderCache is not supported by this engine")
+    async def _transfer(
+        self, request: encoder_pb2.TransferEncoderCacheRequest
+    ) -> encoder_pb2.TransferEncoderCacheResponse:
+        """What has become of an encoder output. Nothing moves by asking, so it can be asked again."""
+        engine = self._role.engine
+        if not engine.encodes:
+            raise UnsupportedFeature("Control.TransferEncoderCache is not supported by this engine")
+        for field, value in (
+            ("transfer_id", request.transfer_id),
+            ("consumer_instance_id", request.consumer_instance_id),
+        ):
+            size = len(value.encode())
+            if not 1 <= size <= MAX_NAME_BYTES:
+                raise InvalidRequest(f"{field} has {size} bytes; it must have between 1 and {MAX_NAME_BYTES}")
+        if request.receiver:
+            raise InvalidRequest(
+                f"receiver has {len(request.receiver)} bytes and must be empty: rows are read by their consumer"
+            )
+        handle = self._references.decode(request.encoder_cache).item.handle
+        if handle.instance_id != engine.instance_id:
+            raise WrongState(
+                f"encoder_cache is of instance {handle.instance_id[:80]!r}; this is {engine.instance_id!r}"
+            )
+        outcome = self._role.transfer_outcome(handle.session_id)
+        return encoder_pb2.TransferEncoderCacheResponse(
+            outcome=encoder_pb2.TransferOutcome.ValueType(outcome), message=_OUTCOME_MESSAGES[outcome]
+        )
 
     async def _shutdown(self, request: lifecycle_pb2.ShutdownRequest) -> lifecycle_pb2.ShutdownResponse:
         """Begin to end the process, if it is the one that is meant."""

@@ -16,7 +16,7 @@ from triptych.wire.modality import NUMBERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from triptych.roles.contract import EngineDescription, ModelDescription, Role
+    from triptych.roles.contract import EngineDescription, Load, ModelDescription, Role
     from triptych.wire.codec_session import Endpoint
 
 ENGINE_NAME = "triptych"
@@ -27,6 +27,7 @@ ROLES = {
     RoleName.AGGREGATED: server_pb2.ENGINE_ROLE_AGGREGATED,
     RoleName.PREFILL: server_pb2.ENGINE_ROLE_PREFILL,
     RoleName.DECODE: server_pb2.ENGINE_ROLE_DECODE,
+    RoleName.ENCODER: server_pb2.ENGINE_ROLE_ENCODER,
 }
 _SELECTIONS = (
     model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N,
@@ -46,7 +47,7 @@ _GUIDES = {
 def server_info(
     engine: EngineDescription, model: ModelDescription, endpoints: Sequence[Endpoint] = ()
 ) -> server_pb2.ServerInfo:
-    """The process; fixed for its lifetime. ``endpoints``: where it answers for its sessions."""
+    """The process; fixed for its lifetime. ``endpoints``: where it answers for what it hands over."""
     info = server_pb2.ServerInfo(
         engine_name=ENGINE_NAME,
         engine_version=triptych.__version__,
@@ -65,18 +66,24 @@ def server_info(
         schema_revision=version_pb2.SCHEMA_REVISION_1,
         minimum_client_revision=version_pb2.SCHEMA_REVISION_1,
         schema_release=SCHEMA_RELEASE,
-        capacity=server_pb2.DeploymentCapacity(
-            kv_block_size=engine.block_size,
-            total_kv_blocks=engine.num_blocks,
-            max_running_requests=engine.max_running_requests,
-            max_batched_tokens=engine.max_batched_tokens,
-            max_loras=engine.max_loras,
-        ),
+        capacity=_capacity(engine),
     )
     info.extra.update({"device": engine.device, "dtype": engine.dtype})
     if engine.kv_event_buffer:
         info.extra.update({HEARTBEAT_KEY: engine.kv_event_heartbeat * 1000})
     return info
+
+
+def _capacity(engine: EngineDescription) -> server_pb2.DeploymentCapacity:
+    """An encoder has no KV; its tokens are those that its tower reads."""
+    capacity = server_pb2.DeploymentCapacity(
+        max_running_requests=engine.max_running_requests,
+        max_batched_tokens=engine.max_batched_tokens,
+        max_loras=engine.max_loras,
+    )
+    if engine.role is not RoleName.ENCODER:
+        capacity.kv_block_size, capacity.total_kv_blocks = engine.block_size, engine.num_blocks
+    return capacity
 
 
 def _kv_connector(engine: EngineDescription, endpoints: Sequence[Endpoint]) -> kv_pb2.KvConnectorInfo:
@@ -96,18 +103,21 @@ def _kv_connector(engine: EngineDescription, endpoints: Sequence[Endpoint]) -> k
 
 def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.ModelInfo:
     """The model and what a request for it may ask for."""
+    answers = engine.role is not RoleName.ENCODER
     info = model_pb2.ModelInfo(
         model_id=model.model_id,
         served_model_name=model.served_name,
-        max_context_length=model.max_context,
+        max_context_length=model.max_context if answers else None,
         tokenizer_modes=["auto"],
-        supports_text_input=True,
-        supports_token_ids_input=True,
-        generation=_generation(engine),
+        supports_text_input=answers,
+        supports_token_ids_input=answers,
+        generation=_generation(engine) if answers else None,
         supports_lora=engine.max_loras > 0,
         supports_multimodal=bool(model.modalities),
         tokenizer=model_pb2.TokenizerInfo(source=model.tokenizer_source, mode="auto"),
     )
+    if engine.encodes or engine.takes_rows:
+        info.encoder.CopyFrom(_encoder(engine, model))
     if model.model_id != model.served_name:
         info.served_model_aliases.append(model.model_id)
     if model.modalities:
@@ -116,16 +126,35 @@ def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.
 
 
 def _multimodal(engine: EngineDescription, model: ModelDescription) -> model_pb2.MultimodalCapabilities:
-    """Media of whole requests, and of those whose prompt is computed by one engine and gone on from by another."""
+    """Media of whole requests, and of those whose prompt is computed by one engine and gone on from by another.
+
+    An engine without a tower takes none itself; what encoders read for it is in ``ModelInfo.encoder``.
+    """
     modalities = [NUMBERS[modality] for modality in model.modalities]
     sources = (generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI, generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES)
+    whole = engine.role is RoleName.AGGREGATED and not engine.requires_rows
     return model_pb2.MultimodalCapabilities(
-        aggregate_modalities=modalities if engine.role is RoleName.AGGREGATED else [],
+        aggregate_modalities=modalities if whole else [],
         prefill_decode_modalities=modalities if engine.kv_backend else [],
-        source_types=[] if engine.role is RoleName.DECODE else sources,
+        source_types=[] if engine.role is RoleName.DECODE or engine.requires_rows else sources,
         supports_per_request_media_options=False,
         routing_image_token_id=model.image_token_id,
     )
+
+
+def _encoder(engine: EngineDescription, model: ModelDescription) -> model_pb2.EncoderCapabilities:
+    capabilities = model_pb2.EncoderCapabilities(
+        producer=engine.encodes,
+        consumer=engine.takes_rows,
+        transfer_backends=[engine.row_backend],
+        modalities=[NUMBERS[modality] for modality in model.modalities],
+        fingerprint=engine.fingerprint.hex(),
+    )
+    if engine.encodes:
+        capabilities.supports_abort_cleanup = True
+    if engine.takes_rows:
+        capabilities.requires_handoff = engine.requires_rows
+    return capabilities
 
 
 def _generation(engine: EngineDescription) -> model_pb2.GenerationCapabilities:
@@ -144,29 +173,28 @@ def _generation(engine: EngineDescription) -> model_pb2.GenerationCapabilities:
 
 
 def load_info(role: Role, *, per_rank: bool) -> server_pb2.LoadInfo:
-    """A snapshot of the load, taken now."""
+    """A snapshot of the load, taken now. Of an encoder it has no KV, and no batches of prompts and answers."""
     load = role.load()
     info = server_pb2.LoadInfo(
         instance_id=role.engine.instance_id,
         timestamp_unix_nanos=time.time_ns(),
         running_requests=load.running_requests,
         queued_requests=load.queued_requests,
-        active_kv_sessions=int(role.statistics().get("kv_sessions", {}).get("waiting", 0)),  # 0 is a fact, too
-        used_kv_blocks=load.used_blocks,
-        total_kv_blocks=load.total_blocks,
         running_tokens=load.running_tokens,
         waiting_tokens=load.waiting_tokens,
-        prefill_batch_size=load.prefill_batch,
-        decode_batch_size=load.decode_batch,
     )
     if per_rank:
         info.ranks.add(
-            data_parallel_rank=0,
-            running_requests=load.running_requests,
-            queued_requests=load.queued_requests,
-            used_kv_blocks=load.used_blocks,
-            total_kv_blocks=load.total_blocks,
-            prefill_batch_size=load.prefill_batch,
-            decode_batch_size=load.decode_batch,
+            data_parallel_rank=0, running_requests=load.running_requests, queued_requests=load.queued_requests
         )
+    if role.engine.role is not RoleName.ENCODER:
+        info.active_kv_sessions = int(role.statistics().get("kv_sessions", {}).get("waiting", 0))  # 0 is a fact, too
+        _add_kv(info, load)
+        for rank in info.ranks:
+            _add_kv(rank, load)
     return info
+
+
+def _add_kv(info: server_pb2.LoadInfo | server_pb2.RankLoadInfo, load: Load) -> None:
+    info.used_kv_blocks, info.total_kv_blocks = load.used_blocks, load.total_blocks
+    info.prefill_batch_size, info.decode_batch_size = load.prefill_batch, load.decode_batch

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 
 from triptych.core.config import KIB, MIB
-from triptych.core.errors import Internal, Overloaded, PromptTooLong, Status, TriptychError
-from triptych.core.events import Event, Failed, Finished, PrefillReady, is_terminal
+from triptych.core.encoded import EncoderReference
+from triptych.core.errors import Internal, Overloaded, PromptTooLong, Status, TriptychError, UnsupportedFeature
+from triptych.core.events import EncoderReady, Event, Failed, Finished, PrefillReady, is_terminal
 from triptych.core.session import KvSession
 from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.parse import parse
@@ -36,6 +37,7 @@ from triptych.wire.codec_events import (
     split_event,
     write_event,
 )
+from triptych.wire.codec_reference import MAX_REFERENCE_BYTES
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.limits import LARGE_MESSAGE, MAX_MESSAGE
 from triptych.wire.scan import Limits
@@ -44,6 +46,7 @@ from triptych.wire.status import as_typed, kind_trailers
 if TYPE_CHECKING:
     from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
+    from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
 
 log = logging.getLogger(__name__)
@@ -69,10 +72,13 @@ class Written(NamedTuple):
 class Inference:
     """Serves Generate over any role."""
 
-    def __init__(self, role: Role, sessions: SessionCodec, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(
+        self, role: Role, sessions: SessionCodec, references: ReferenceCodec, stall_seconds: float = STALL_SECONDS
+    ) -> None:
         """``stall_seconds`` bounds the time blocked in handing one event over; a slow engine does not count."""
         self._role = role
         self._sessions = sessions
+        self._references = references
         self._stall_seconds = stall_seconds
         self._calls: set[asyncio.Task[None]] = set()
         # One thread each way: protobuf holds the interpreter's lock, and several threads that want it would make the
@@ -170,7 +176,7 @@ class Inference:
 
     async def _write(self, event: Event, answer: Answer) -> Written:
         """The event as a message; where that cannot be had, the failure that ends the request instead."""
-        sent = (event, answer.token_text, self._sessions)
+        sent = (event, answer.token_text, self._sessions, self._references)
         try:
             if event_entries(event) < LARGE_EVENT:
                 return Written(event, write_event(*sent))
@@ -185,10 +191,16 @@ class Inference:
         return Written(failed, write_event(failed))
 
     async def _take_back(self, event: Event) -> None:
-        """Nobody has read of the session, if that is what the event is about: nobody will take it. Never waits."""
-        if isinstance(event, PrefillReady) and isinstance(event.session, KvSession):
-            with suppress(TriptychError):
-                await self._role.abort_session(event.session.handle.session_id)
+        """Nobody has read of what the event hands over, if it does: nobody will take it. Never waits."""
+        match event:
+            case PrefillReady(session=KvSession(handle=handle)):
+                with suppress(TriptychError):
+                    await self._role.abort_session(handle.session_id)
+            case EncoderReady(references=references):
+                for one in references:
+                    if isinstance(one, EncoderReference):
+                        with suppress(TriptychError):
+                            await self._role.abort_rows(one.item.handle.session_id)
 
     def _read(self, data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
         message = parse(pb.GenerateRequest, data, _limits(max_context))
@@ -196,9 +208,13 @@ class Inference:
         tokens = len(message.token_ids.ids)
         if tokens > max_context:
             raise PromptTooLong(f"the prompt has {tokens} tokens; the context window has {max_context}")
-        # An engine that takes no sessions says so, whatever is in one.
-        sessions = self._sessions if self._role.engine.takes_over else None
-        return decode_request(message, priority=metadata.priority, sessions=sessions)
+        engine = self._role.engine
+        if message.HasField("encoder") and not (engine.encodes or engine.takes_rows):
+            raise UnsupportedFeature("encoder is not supported by this engine")
+        # An engine that takes no sessions, or no references, says so, whatever is in one.
+        sessions = self._sessions if engine.takes_over else None
+        references = self._references if engine.takes_rows else None
+        return decode_request(message, priority=metadata.priority, sessions=sessions, references=references)
 
     def _stalled(self) -> Overloaded:
         return Overloaded(f"the answer was not read for {self._stall_seconds:g} s, so the request was ended")
@@ -221,6 +237,8 @@ def _limits(max_context: int) -> Limits:
             "prompt": 64 * max_context + MIB,
             "token_ids": _ID_BYTES * max_context + KIB,
             "kv": 4 * MIB,
+            "encoder": KIB,
+            "encoder_cache": MAX_REFERENCE_BYTES,  # each of them
         },
     )
 
@@ -249,7 +267,7 @@ def _leaving() -> bool:
 
 def _set_trailers(event: Event, context: grpc.aio.ServicerContext) -> None:
     match event:
-        case Finished(spans=spans) | PrefillReady(spans=spans):
+        case Finished(spans=spans) | PrefillReady(spans=spans) | EncoderReady(spans=spans):
             context.set_trailing_metadata(((SPANS_TRAILER, encode_spans(spans)),))
         case Failed(error=error):
             context.set_trailing_metadata(kind_trailers(error))

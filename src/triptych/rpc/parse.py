@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from triptych.core.config import KIB, MIB
 from triptych.core.errors import InvalidRequest
+from triptych.wire.codec_reference import MAX_REFERENCE_BYTES
 from triptych.wire.scan import Limits, scan
 from triptych.wire.status import UNREADABLE
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound="Message")
 
-CONTROL = Limits(16 * 1024, {"kv_session": 4 * 1024 * 1024, "encoder_cache": 128 * 1024})
+CONTROL = Limits(16 * KIB, {"kv_session": 4 * MIB, "encoder_cache": MAX_REFERENCE_BYTES})
 """Of requests of Control: names, paths, and references that engines have made. They are repeated in messages."""
 
 

@@ -14,13 +14,14 @@ from triptych.rpc.control import Control, OnShutdown
 from triptych.rpc.inference import Inference
 from triptych.rpc.kv_events import KvEvents
 from triptych.rpc.watchdog import STALL_SECONDS
+from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import Endpoint, SessionCodec
 from triptych.wire.limits import MAX_MESSAGE
 
 if TYPE_CHECKING:
     from triptych.roles.contract import Role
     from triptych.rpc.tls import TlsFiles
-    from triptych.wire.session_signature import SessionSigner
+    from triptych.wire.handoff_signature import HandoffSigner
 
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -34,7 +35,7 @@ SERVER_OPTIONS = (
 )
 
 GRPC = "grpc"
-"""The protocol of a session's endpoint: there its engine answers Control."""
+"""The protocol of a session's or a reference's endpoint: there its engine answers Control."""
 
 
 class RoleServer:
@@ -60,7 +61,7 @@ async def serve_role(
     allow_plaintext: bool = False,
     tls: TlsFiles | None = None,
     on_shutdown: OnShutdown | None = None,
-    signer: SessionSigner | None = None,
+    signer: HandoffSigner | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> RoleServer:
     """Listen and serve on the running event loop. Port 0 takes a free one.
@@ -72,7 +73,7 @@ async def serve_role(
         allow_plaintext: whether traffic between machines may go unencrypted.
         tls: encrypt it; any address will do then.
         on_shutdown: begins to end the process; without it ``Control.Shutdown`` is not offered.
-        signer: signs the sessions that leave, and proves those that come; None: neither.
+        signer: signs the sessions and references that leave, and proves those that come; None: neither.
         stall_seconds: how long a consumer may leave one event unread.
 
     Raises:
@@ -89,12 +90,13 @@ async def serve_role(
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}") from error
     address = address._replace(port=bound)
-    sessions = SessionCodec((Endpoint(*address.connectable, GRPC),), signer)
-    inference = Inference(role, sessions, stall_seconds)
+    endpoints = (Endpoint(*address.connectable, GRPC),)
+    sessions, references = SessionCodec(endpoints, signer), ReferenceCodec(endpoints, signer)
+    inference = Inference(role, sessions, references, stall_seconds)
     inference.add_to(server)
     kv_events = KvEvents(role, address, stall_seconds)
     kv_events.add_to(server)
-    Control(role, kv_events, sessions, on_shutdown).add_to(server)
+    Control(role, kv_events, sessions, references, on_shutdown).add_to(server)
     await server.start()
     return RoleServer(server, inference, address)
 

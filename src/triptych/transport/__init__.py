@@ -1,1 +1,1 @@
-"""Moving KV blocks between processes: one contract, several ways."""
+"""Moving blocks of memory between processes: one contract, several ways."""

@@ -1,21 +1,32 @@
-"""What an engine asks of a KV transport.
+"""What an engine asks of a transport, which moves blocks of memory: KV, or the rows of encoders.
 
     producer   open -> publish (as blocks are computed) -> seal -> the handle travels
                FREE: the blocks may be reused    TAKEN: a consumer has everything
     consumer   fetch(handle, moves) -> done(result), once nothing can touch the target blocks any more
 
-A session is single-use: exactly one consumer gets it, and whoever comes late, twice, or with a handle of another
-incarnation hears GONE. Nothing here waits: transports have threads of their own, and the callbacks come on them.
+    session    waiting <-> being taken -> over        given back by whoever does not get all of it
+
+A session is single-use: at any time at most one consumer has it, one at most gets it, and whoever comes late, twice, or
+with a handle of another incarnation hears GONE. A consumer that wants no more of it, or does not get everything in
+time, gives it back: it waits again, until somebody finishes or the producer withdraws it. Nothing here waits:
+transports have threads of their own, and the callbacks come on them.
+
+It is always the consumer that reads. Nobody ever writes into memory of another engine, so no write whose end is in
+doubt can hit blocks that were given to somebody else; what is in doubt are reads, and they end in blocks of the engine
+that asked. Those of a fetch that is past its deadline and not quiescent are in *quarantine*: they stay held, counted as
+``overdue``, until it is proven that nothing writes into them any more: the read has finished or failed, or the
+connection that carried it, at the latest with the producer's incarnation, is gone. The fetch then ends by itself.
 
 A block's *generation* changes whenever the ledger gives the block to new content. A transport that reads the
-producer's pool in place compares generations after reading: KV that was overwritten meanwhile is GONE, never text.
+producer's pool in place compares generations after reading: blocks that were overwritten meanwhile are GONE, never
+used.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,14 +34,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.handles import KvHandle, KvLayout
+    from triptych.core.handles import Handle, Layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KvPool:
-    """One engine's KV memory as transports see it."""
+class BlockMemory:
+    """One engine's blocks as transports see them."""
 
-    layout: KvLayout
+    layout: Layout
     memory: npt.NDArray[np.uint8]
     """[num_blocks, block_bytes]: the pool itself, not a copy."""
     generations: npt.NDArray[np.int64]
@@ -46,10 +57,21 @@ class SessionEvent(enum.Enum):
     """A consumer has confirmed that it has everything; the session is over. Never before FREE."""
 
 
-class KvPublisher(Protocol):
-    """The producer's side. Everything is called on the engine's thread and returns at once.
+class SessionState(enum.Enum):
+    """What a producer knows of one of its sessions at a moment."""
 
-    Built with a ``KvPool``, the instance id, and ``tell(session_id, event)``, which is called on any thread.
+    WAITING = "waiting"
+    """It is open, or sealed and nobody has it."""
+    TAKING = "taking"
+    """A consumer has it, and has neither confirmed nor given it back."""
+    UNKNOWN = "unknown"
+    """It was never opened, or is over: taken, withdrawn, failed. The transport does not remember which."""
+
+
+class Publisher(Protocol):
+    """The producer's side. All but ``state`` and ``statistics`` is called on the engine's thread and returns at once.
+
+    Built with a ``BlockMemory``, the instance id, and ``tell(session_id, event)``, which is called on any thread.
     """
 
     def open(self, session_id: str) -> None:
@@ -61,19 +83,26 @@ class KvPublisher(Protocol):
         ...
 
     def publish(self, session_id: str, blocks: Sequence[int]) -> None:
-        """The prompt's next blocks, in prompt order: their bytes are final until FREE."""
+        """The session's next blocks, in order: their bytes are final until FREE."""
         ...
 
-    def seal(self, session_id: str) -> KvHandle:
+    def seal(self, session_id: str) -> Handle[Any]:
         """Everything is published; a consumer may take it from now on."""
         ...
 
     def withdraw(self, session_id: str) -> None:
-        """Nobody shall begin to take it any more; FREE follows if it has not come. Unknown ids are no error."""
+        """Nobody shall begin to take it any more; FREE follows if it has not come. Unknown ids are no error.
+
+        Whoever is taking it may still finish. If it gives the session back, it is over.
+        """
+        ...
+
+    def state(self, session_id: str) -> SessionState:
+        """How it stands; from any thread. What is told of its end may still be on its way."""
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Counts, and what is held now: sessions, bytes."""
+        """Counts, and what is held now: sessions, bytes; from any thread."""
         ...
 
     def close(self) -> None:
@@ -94,12 +123,14 @@ class FetchOutcome(enum.Enum):
     """How a fetch ended. Whatever it is, the targets are quiescent."""
 
     FINISHED = "finished"
-    """All bytes are there and verified; the producer has been told."""
+    """All bytes are there and verified; the producer has been told. This alone spends a session."""
     GONE = "gone"
-    """The session is unknown, spent, withdrawn or expired, or its blocks were overwritten."""
+    """The session is unknown, spent, withdrawn or expired, somebody else has it now, or its blocks were overwritten."""
     FAILED = "failed"
-    """The bytes could not be had; the producer may be gone. The session is not usable again."""
+    """The bytes could not be had, or not in time. What was claimed is given back, unless what is there is damaged or
+    the producer cannot be reached: it may be gone, or the session stays claimed until it is withdrawn."""
     CANCELLED = "cancelled"
+    """The caller wanted no more of it, and all was not there yet. What was claimed is given back, as above."""
 
 
 class FetchResult(NamedTuple):
@@ -119,10 +150,10 @@ class Fetch(Protocol):
         ...
 
 
-class KvFetcher(Protocol):
-    """The consumer's side. Built with its own ``KvPool`` and instance id."""
+class Fetcher(Protocol):
+    """The consumer's side. Built with its own ``BlockMemory`` and instance id."""
 
-    def check(self, handle: KvHandle) -> None:
+    def check(self, handle: Handle[Any]) -> None:
         """Refuse what can be seen to be wrong without the producer. Cheap, from any thread.
 
         Raises:
@@ -131,7 +162,7 @@ class KvFetcher(Protocol):
         ...
 
     def fetch(
-        self, handle: KvHandle, moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
+        self, handle: Handle[Any], moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
     ) -> Fetch:
         """Take the session and move some of its blocks (perhaps none: the session is then only confirmed).
 
@@ -142,12 +173,16 @@ class KvFetcher(Protocol):
             done: called exactly once, on any thread, perhaps before this returns.
 
         Raises:
-            IntegrityError: the caller's bug: moves outside the handle or the pool, or another block size.
+            IntegrityError: the caller's bug: moves outside the handle or the pool, or another layout.
         """
         ...
 
     def statistics(self) -> dict[str, float]:
-        """Counts, and what is under way now: fetches, bytes."""
+        """Counts, and what is under way now; from any thread.
+
+        ``fetches`` and ``bytes`` are all that is held, ``overdue`` and ``overdue_bytes`` the part of it that is in
+        quarantine: fetches past their deadline that are not quiescent yet.
+        """
         ...
 
     def close(self) -> None:

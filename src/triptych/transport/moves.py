@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.core.errors import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from triptych.core.handles import KvHandle
-    from triptych.transport.contract import KvPool, Move
+    from triptych.core.handles import Handle
+    from triptych.transport.contract import BlockMemory, Move
 
 
 class Run(NamedTuple):
@@ -20,24 +20,22 @@ class Run(NamedTuple):
     length: int
 
 
-def check_moves(handle: KvHandle, moves: Sequence[Move], pool: KvPool) -> None:
+def check_moves(handle: Handle[Any], moves: Sequence[Move], pool: BlockMemory) -> None:
     """Make sure that every move stays inside the session and inside the pool.
 
     Raises:
-        IntegrityError: an index is out of bounds or comes twice, or the blocks are of another size.
+        IntegrityError: an index is out of bounds or comes twice, or the blocks are of another layout.
     """
-    if handle.layout.block_bytes != pool.layout.block_bytes:
-        raise IntegrityError(
-            f"a KV session's blocks of {handle.layout.block_bytes} bytes for a pool of {pool.layout.block_bytes}"
-        )
+    if handle.layout.label != pool.layout.label:
+        raise IntegrityError(f"a session's blocks of layout {handle.layout.label} for a pool of {pool.layout.label}")
     for name, indices, bound in (
         ("source", {move.source for move in moves}, handle.blocks),
         ("target", {move.target for move in moves}, len(pool.memory)),
     ):
         if len(indices) != len(moves):
-            raise IntegrityError(f"a KV {name} block comes twice among {len(moves)} moves")
+            raise IntegrityError(f"a {name} block comes twice among {len(moves)} moves")
         if moves and not (min(indices) >= 0 and max(indices) < bound):
-            raise IntegrityError(f"KV {name} blocks {min(indices)} to {max(indices)} of {bound}")
+            raise IntegrityError(f"{name} blocks {min(indices)} to {max(indices)} of {bound}")
 
 
 def runs(blocks: Iterable[int]) -> Iterator[Run]:

@@ -36,7 +36,7 @@ MIN_SECRET_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class NixlOptions:
-    """What the engines that hand KV to each other must agree on."""
+    """What the engines that hand blocks to each other must agree on."""
 
     secret: bytes = field(repr=False)
     """Known to all of them and to nobody else: what is not signed with it never reaches NIXL."""

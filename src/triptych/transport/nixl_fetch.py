@@ -5,6 +5,8 @@
     verify    look again, with the generations of what was read
     wait      until the row says that it is ours, then tell the producer that it is DONE
 
+Whatever ends it before that gives the session back, if it may have become ours, and nothing of ours reads it any more.
+
 A look arrives in a landing of its own, so a fetch may end while one is under way. A READ of blocks may not: its end is
 waited for, whatever else has happened, and if it failed, so is the end of the peer's agent.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from triptych.core.handles import KvHandle
+    from triptych.core.handles import Handle
     from triptych.transport.contract import Move
     from triptych.transport.nixl_agent import NixlRead
     from triptych.transport.nixl_peer import Landing, NixlPeer
@@ -37,6 +39,8 @@ TURN_BYTES = 64 * 2**20
 TURN_RUNS = 1024
 REPEAT_SECONDS = 0.25
 """Between two claims of the same fetch."""
+YIELD_SECONDS = 0.1
+"""How long somebody else is seen to have the session before it is GONE: a word that gives it back may be on its way."""
 
 _NONE = np.empty(0, np.int64)
 
@@ -55,7 +59,7 @@ class NixlFetch:
 
     def __init__(
         self,
-        handle: KvHandle,
+        handle: Handle[Any],
         moves: Sequence[Move],
         deadline: float,
         done: Callable[[FetchResult], None],
@@ -82,7 +86,7 @@ class NixlFetch:
 
     def result(self, outcome: FetchOutcome, reason: str = "") -> FetchResult:
         """An end of this fetch."""
-        text = f"KV session {self.handle.session_id}: {reason}" if reason else ""
+        text = f"session {self.handle.session_id}: {reason}" if reason else ""
         return FetchResult(outcome, text, self.taking.moved_bytes if self.taking is not None else 0)
 
 
@@ -106,6 +110,7 @@ class Taking:
         """When we last said so."""
         self._other = 0
         """Whom the last look found in the row, if not us."""
+        self._other_since = 0.0
 
     @property
     def touches_targets(self) -> bool:
@@ -131,11 +136,14 @@ class Taking:
         if self._landing is None:
             return None
         if self._claimed is None or (self._stage is not Stage.READ and now > self._claimed + REPEAT_SECONDS):
-            self._claimed = now
-            self._say(Verb.CLAIM)
-        return self._go_on(self._landing)
+            self._claim(now)
+        return self._go_on(self._landing, now)
 
-    def _go_on(self, landing: Landing) -> FetchResult | None:
+    def _claim(self, now: float) -> None:
+        self._claimed = now
+        self._say(Verb.CLAIM)
+
+    def _go_on(self, landing: Landing, now: float) -> FetchResult | None:
         if self._read is None:
             self._read = self._post(landing)
         if self._read.state is ReadState.UNDER_WAY:
@@ -149,7 +157,7 @@ class Taking:
             if self._runs.all_done:
                 self._stage = Stage.VERIFY
             return None
-        return self._looked(landing)
+        return self._looked(landing, now)
 
     def _post(self, landing: Landing) -> NixlRead:
         if self._stage is Stage.READ:
@@ -157,31 +165,40 @@ class Taking:
         blocks = self._runs.blocks if self._stage is Stage.VERIFY else _NONE
         return self._peer.look(landing, self._state.slot, blocks)
 
-    def _looked(self, landing: Landing) -> FetchResult | None:
+    def _looked(self, landing: Landing, now: float) -> FetchResult | None:
         if landing.stamp != self._state.place.stamp:
             return self._end(FetchOutcome.GONE, "its producer has ended")
         if landing.tag != self._state.tag:
             return self._end(FetchOutcome.GONE, "taken already, withdrawn or unknown")
         if self._stage is Stage.VERIFY and not self._runs.unchanged(landing):
-            return self._end(FetchOutcome.GONE, "its blocks were given to other content")
+            return self._end(FetchOutcome.GONE, "its blocks were given to other content", Verb.SPOILT)
         if landing.consumer not in (0, self._consumer):
-            if landing.consumer == self._other:
-                return self._end(FetchOutcome.GONE, "somebody else has taken it")
-            self._other = landing.consumer  # perhaps half written: it has to be seen twice
-            return None
+            return self._wait_for(landing.consumer, now)
+        if self._other:
+            self._other = 0
+            self._claim(now)  # what was said meanwhile was in vain
         if self._stage is Stage.CLAIM:
             self._stage = Stage.VERIFY if self._runs.all_done else Stage.READ
             return None
         self._stage = Stage.WAIT
         if landing.consumer == self._consumer:
-            return self._end(FetchOutcome.FINISHED)
+            return self._end(FetchOutcome.FINISHED, "", Verb.DONE)
         self.progress = False
         return None
 
-    def _end(self, outcome: FetchOutcome, reason: str = "") -> FetchResult:
+    def _wait_for(self, other: int, now: float) -> FetchResult | None:
+        """Somebody else has it. What is seen but once may be half written."""
+        self.progress = False
+        if other != self._other:
+            self._other, self._other_since = other, now
+        elif now > self._other_since + YIELD_SECONDS:
+            return self._end(FetchOutcome.GONE, "somebody else has it")
+        return None
+
+    def _end(self, outcome: FetchOutcome, reason: str, verb: Verb = Verb.BACK) -> FetchResult:
         """Tell the producer; nothing of ours is in doubt any more."""
         if self._claimed is not None:
-            self._say(Verb.DONE if outcome is FetchOutcome.FINISHED else Verb.DROP)
+            self._say(verb)
         if self._landing is not None:
             self._peer.give_back(self._landing, self._read)
         self._peer.users -= 1

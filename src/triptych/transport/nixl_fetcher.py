@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triptych.core.errors import InvalidRequest, one_line
 from triptych.transport.contract import FetchOutcome, FetchResult
@@ -23,8 +23,8 @@ from triptych.transport.nixl_state import parse_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from triptych.core.handles import KvHandle
-    from triptych.transport.contract import KvPool, Move
+    from triptych.core.handles import Handle
+    from triptych.transport.contract import BlockMemory, Move
     from triptych.transport.nixl_agent import NixlOptions
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0001, 0.001
@@ -38,7 +38,7 @@ CLOSE_SECONDS = 5.0
 class NixlFetcher:
     """The consumer's side."""
 
-    def __init__(self, pool: KvPool, instance_id: str, options: NixlOptions) -> None:
+    def __init__(self, pool: BlockMemory, instance_id: str, options: NixlOptions) -> None:
         """Make sure that nixl can be used, and start the thread.
 
         Raises:
@@ -58,15 +58,13 @@ class NixlFetcher:
         """Guards what follows; never held while the library is called or anybody is told."""
         self._fetches: list[NixlFetch] = []
         self._counts: Counter[str] = Counter()
-        self._overdue = 0
-        """Fetches past their end that wait for proof that nothing writes into their blocks."""
         self._connected = 0
         self._give_up: float | None = None
         """Set when closing: when to stop waiting."""
-        self._thread = threading.Thread(target=self._run, name="kv-nixl-fetcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nixl-fetcher", daemon=True)
         self._thread.start()
 
-    def check(self, handle: KvHandle) -> None:
+    def check(self, handle: Handle[Any]) -> None:
         """Refuse another transport's handle, and one that is not signed with our secret.
 
         Raises:
@@ -75,7 +73,7 @@ class NixlFetcher:
         parse_state(handle, self._options)
 
     def fetch(
-        self, handle: KvHandle, moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
+        self, handle: Handle[Any], moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
     ) -> NixlFetch:
         """Take the session and move some of its blocks."""
         check_moves(handle, moves, self._pool)
@@ -86,16 +84,19 @@ class NixlFetcher:
                 self._fetches.append(fetch)
                 self._lock.notify()
         if closing:
-            done(fetch.result(FetchOutcome.CANCELLED, "the KV transport is closed"))
+            done(fetch.result(FetchOutcome.CANCELLED, "the transport is closed"))
         return fetch
 
     def statistics(self) -> dict[str, float]:
-        """Counts, and what is under way now: fetches, bytes."""
+        """Counts, what is under way now, and what of it is overdue."""
         with self._lock:
+            now = time.monotonic()
+            overdue = [each.bytes for each in self._fetches if each.expired(now)]
             return {
                 "fetches": len(self._fetches),
                 "bytes": sum(each.bytes for each in self._fetches),
-                "overdue": self._overdue,
+                "overdue": len(overdue),
+                "overdue_bytes": sum(overdue),
                 "peers": self._connected,
                 **self._counts,
             }
@@ -127,9 +128,9 @@ class NixlFetcher:
             # Proof or not, nobody gives these blocks to anybody any more: the engine ends with its transports.
             self._peers.close()
             for fetch in rest:
-                self._finish(fetch, fetch.result(FetchOutcome.FAILED, "the KV transport has ended"))
+                self._finish(fetch, fetch.result(FetchOutcome.FAILED, "the transport has ended"))
             with self._lock:
-                self._connected = self._overdue = 0
+                self._connected = 0
 
     def _rest(self) -> bool:
         """Wait until it is time to look again; False when all is over."""
@@ -150,17 +151,17 @@ class NixlFetcher:
         with self._lock:
             fetches = list(self._fetches)
         progress = self._peers.poll(now)
-        overdue = 0
+        hanging = 0
         for fetch in fetches:
             result = self._turn(fetch, now)
             progress |= result is not None or (fetch.taking is not None and fetch.taking.progress)
             if result is not None:
                 self._finish(fetch, result)
             else:
-                overdue += fetch.cancelled or fetch.expired(now)
+                hanging += fetch.cancelled or fetch.expired(now)
         with self._lock:
-            self._overdue, self._connected = overdue, self._peers.count
-        longest = LONGEST_PAUSE if len(fetches) > overdue else HANGING_PAUSE
+            self._connected = self._peers.count
+        longest = LONGEST_PAUSE if len(fetches) > hanging else HANGING_PAUSE
         self._pause = 0.0 if progress else min(max(2 * self._pause, SHORTEST_PAUSE), longest)
 
     def _turn(self, fetch: NixlFetch, now: float) -> FetchResult | None:

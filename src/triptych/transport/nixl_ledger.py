@@ -5,17 +5,27 @@
 
 A consumer reads both rows. It says its word (``nixl_words``) and finds the answer here, so a producer never has to
 connect to anybody. Pure bookkeeping: the publisher guards it with its lock.
+
+    CLAIM     nobody has it: the consumer's number goes into the row, until one of
+    BACK      the consumer's: 0 again, and the next may claim it
+    DONE      the consumer's: the session is over; and so it is with SPOILT, and when the producer removes it
+
+Only its consumer's own word takes a session from it. One that is lost on its way leaves it claimed, so that two never
+have it at once; the producer removes it in the end. Each fetch has a number of its own, with which nothing can be
+claimed after its last word: words that come twice or late change nothing.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from triptych.core.errors import IntegrityError, Overloaded
+from triptych.transport.contract import SessionState
 from triptych.transport.nixl_words import Verb
 
 if TYPE_CHECKING:
@@ -26,23 +36,28 @@ if TYPE_CHECKING:
     from triptych.transport.nixl_words import Word
 
 MAX_SESSIONS = 1024
+REMEMBERED = 64
+"""Fetches of a session that are over, whose claims may be on their way still."""
 ROW_BYTES = 16
 STAMP_BYTES = ROW_BYTES
 
 
 @dataclass(slots=True, eq=False)
 class LedgerSession:
-    """One session, until it is taken, dropped or withdrawn."""
+    """One session, until it is taken, spoilt or withdrawn."""
 
     session_id: str
     slot: int
     tag: int
     blocks: list[int] = field(default_factory=list)
-    """In prompt order."""
+    """In order."""
     generations: list[int] = field(default_factory=list)
     """What they were when the blocks were published."""
     sealed: bool = False
     consumer: int = 0
+    """Who has it; 0 for nobody."""
+    past: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """Consumers that want it no more, the last ones."""
 
 
 class NixlLedger:
@@ -67,9 +82,9 @@ class NixlLedger:
             IntegrityError: it is open already.
         """
         if session_id in self._sessions:
-            raise IntegrityError(f"KV session {session_id} is open already")
+            raise IntegrityError(f"session {session_id} is open already")
         if not self._free:
-            raise Overloaded(f"{MAX_SESSIONS} KV sessions wait to be taken; retry later or elsewhere")
+            raise Overloaded(f"{MAX_SESSIONS} sessions wait to be taken; retry later or elsewhere")
         session = LedgerSession(session_id, self._free.pop(), tag=1 + secrets.randbelow(2**64 - 1))
         self._sessions[session_id] = self._by_slot[session.slot] = session
 
@@ -97,17 +112,36 @@ class NixlLedger:
         return session
 
     def hear(self, word: Word) -> LedgerSession | None:
-        """A consumer's word; the session, if that has ended it. What does not fit has been answered by the table."""
+        """A consumer's word; the session, if that has changed hands. What does not fit is answered by the table."""
         session = self._by_slot.get(word.slot)
         if session is None or not session.sealed or session.tag != word.tag:
             return None
         if word.verb is Verb.CLAIM:
-            if not session.consumer:
-                session.consumer = word.consumer
-                self.claimed += 1
-                self.table[session.slot, 1] = word.consumer
+            if session.consumer or word.consumer in session.past:
+                return None
+            self._hand(session, word.consumer)
+            return session
+        session.past.append(word.consumer)
+        if session.consumer != word.consumer:
             return None
-        return self.remove(session.session_id) if session.consumer == word.consumer else None
+        if word.verb is Verb.BACK:
+            self._hand(session, 0)
+        else:
+            self.remove(session.session_id)
+        return session
+
+    def state(self, session_id: str) -> SessionState:
+        """How it stands."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return SessionState.UNKNOWN
+        return SessionState.TAKING if session.consumer else SessionState.WAITING
+
+    def _hand(self, session: LedgerSession, consumer: int) -> None:
+        """To the consumer, or from it."""
+        self.claimed += bool(consumer) - bool(session.consumer)
+        session.consumer = consumer
+        self.table[session.slot, 1] = consumer
 
     def remove(self, session_id: str) -> LedgerSession | None:
         """Let nobody have it any more; None if there is no such session."""
@@ -141,5 +175,5 @@ class NixlLedger:
         """
         session = self._sessions.get(session_id)
         if session is None or session.sealed:
-            raise IntegrityError(f"KV session {session_id} is not open")
+            raise IntegrityError(f"session {session_id} is not open")
         return session

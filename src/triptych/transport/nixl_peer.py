@@ -17,7 +17,7 @@ from triptych.transport.nixl_ledger import ROW_BYTES, STAMP_BYTES
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from triptych.transport.contract import KvPool
+    from triptych.transport.contract import BlockMemory
     from triptych.transport.nixl_agent import NixlOptions, NixlRead
     from triptych.transport.nixl_state import NixlPlace
     from triptych.transport.nixl_words import Word
@@ -62,7 +62,7 @@ class Landing:
 class NixlPeer:
     """One producer. Used by the fetcher's thread alone."""
 
-    def __init__(self, pool: KvPool, name: str, options: NixlOptions, place: NixlPlace) -> None:
+    def __init__(self, pool: BlockMemory, name: str, options: NixlOptions, place: NixlPlace) -> None:
         """Connect to it.
 
         Args:

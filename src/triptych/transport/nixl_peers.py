@@ -10,7 +10,7 @@ from triptych.transport.nixl_agent import PeerLost
 from triptych.transport.nixl_peer import SETTLE_ROUNDS, NixlPeer
 
 if TYPE_CHECKING:
-    from triptych.transport.contract import KvPool
+    from triptych.transport.contract import BlockMemory
     from triptych.transport.nixl_agent import NixlOptions
     from triptych.transport.nixl_state import NixlPlace
 
@@ -26,7 +26,7 @@ COLD_SECONDS = 0.5
 class NixlPeers:
     """Connects, keeps, and disconnects. Used by the fetcher's thread alone."""
 
-    def __init__(self, pool: KvPool, instance_id: str, options: NixlOptions) -> None:
+    def __init__(self, pool: BlockMemory, instance_id: str, options: NixlOptions) -> None:
         self._pool = pool
         self._instance_id = instance_id
         self._options = options

@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from triptych.core.errors import Draining, StartupError
-from triptych.core.handles import KvHandle
+from triptych.core.handles import Handle
 from triptych.transport.contract import SessionEvent
 from triptych.transport.nixl_agent import NixlAgent, PeerLost
 from triptych.transport.nixl_ledger import NixlLedger
@@ -30,9 +30,8 @@ from triptych.transport.nixl_words import Verb, parse_word
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from triptych.transport.contract import KvPool
+    from triptych.transport.contract import BlockMemory, SessionState
     from triptych.transport.nixl_agent import NixlOptions
-    from triptych.transport.nixl_ledger import LedgerSession
 
 SHORTEST_PAUSE = 0.0002
 """Seconds between two looks while a session is being taken: where UCX has nothing better than TCP, it is here that its
@@ -44,12 +43,14 @@ LONGEST_PAUSE = 0.001
 IDLE_PAUSE = 0.05
 """The same while none does: somebody may still come late, or connect."""
 
+_COUNTED = {Verb.CLAIM: "claimed", Verb.DONE: "taken", Verb.BACK: "given_back", Verb.SPOILT: "spoilt"}
+
 
 class NixlPublisher:
     """The producer's side."""
 
     def __init__(
-        self, pool: KvPool, instance_id: str, tell: Callable[[str, SessionEvent], None], options: NixlOptions
+        self, pool: BlockMemory, instance_id: str, tell: Callable[[str, SessionEvent], None], options: NixlOptions
     ) -> None:
         """Register the pool and start listening.
 
@@ -71,7 +72,8 @@ class NixlPublisher:
         self._agent.register(pool.memory, pool.generations, self._ledger.table)
         self._place = NixlPlace(
             instance_id=instance_id,
-            layout=layout_fields(pool),
+            layout=pool.layout.label,
+            block_bytes=pool.layout.block_bytes,
             metadata=self._agent.metadata(),
             stamp=self._ledger.stamp,
             memory=pool.memory.ctypes.data,
@@ -79,25 +81,25 @@ class NixlPublisher:
             table=self._ledger.table.ctypes.data,
             num_blocks=len(pool.memory),
         )
-        self._listener = threading.Thread(target=self._listen, name="kv-nixl-listener", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="nixl-listener", daemon=True)
         self._listener.start()
 
     def open(self, session_id: str) -> None:
         """Begin a session."""
         with self._changed:
             if self._closing:
-                raise Draining("the KV transport is closed")
+                raise Draining("the transport is closed")
             self._ledger.open(session_id)
             self._counts["opened"] += 1
 
     def publish(self, session_id: str, blocks: Sequence[int]) -> None:
-        """The prompt's next blocks."""
+        """The session's next blocks."""
         numbers = list(blocks)
         generations = self._pool.generations[numbers].tolist()
         with self._changed:
             self._ledger.publish(session_id, numbers, generations)
 
-    def seal(self, session_id: str) -> KvHandle:
+    def seal(self, session_id: str) -> Handle[Any]:
         """A consumer may take it from now on.
 
         Raises:
@@ -106,7 +108,7 @@ class NixlPublisher:
         with self._changed:
             session = self._ledger.find(session_id)
         blocks, generations = as_column(session.blocks), as_column(session.generations)
-        handle = KvHandle(session_id, BACKEND, self._place.instance_id, self._pool.layout, len(blocks), b"")
+        handle = Handle(session_id, BACKEND, self._place.instance_id, self._pool.layout, len(blocks), b"")
         state = NixlState(self._place, session_id, session.slot, session.tag, blocks, generations)
         handle = replace(handle, state=seal_state(state, self._options))
         with self._changed:
@@ -121,6 +123,11 @@ class NixlPublisher:
             session = self._ledger.remove(session_id)
         if session is not None:
             self._tell(session_id, SessionEvent.FREE)
+
+    def state(self, session_id: str) -> SessionState:
+        """How it stands."""
+        with self._changed:
+            return self._ledger.state(session_id)
 
     def statistics(self) -> dict[str, float]:
         """Counts, and what is held now: sessions, bytes."""
@@ -173,33 +180,27 @@ class NixlPublisher:
         word = parse_word(message)
         if word is None:
             return
-        ended: LedgerSession | None
         with self._changed:
-            ended = self._ledger.hear(word)
+            session = self._ledger.hear(word)
             self._taking_until = time.monotonic() + TAKING_SECONDS
-            if ended is not None:
-                self._counts["taken" if word.verb is Verb.DONE else "dropped"] += 1
-        if ended is None:
+            if session is not None:
+                self._counts[_COUNTED[word.verb]] += 1
+        if session is None or word.verb not in (Verb.DONE, Verb.SPOILT):
             return
-        self._tell(ended.session_id, SessionEvent.FREE)
+        self._tell(session.session_id, SessionEvent.FREE)
         if word.verb is Verb.DONE:
-            self._tell(ended.session_id, SessionEvent.TAKEN)
+            self._tell(session.session_id, SessionEvent.TAKEN)
 
 
-def layout_fields(pool: KvPool) -> tuple[int, int, int, int, str, int]:
-    """The pool's layout as it travels."""
-    return tuple(getattr(pool.layout, each.name) for each in fields(pool.layout))
-
-
-def check_pool(pool: KvPool) -> None:
+def check_pool(pool: BlockMemory) -> None:
     """Make sure that the pool is what can be registered.
 
     Raises:
         StartupError: saying what it is instead.
     """
     if not (pool.memory.flags.c_contiguous and pool.generations.flags.c_contiguous):
-        raise StartupError("the nixl transport needs a KV pool that is contiguous")
+        raise StartupError("the nixl transport needs a pool that is contiguous")
     if pool.generations.dtype != np.int64 or len(pool.generations) != len(pool.memory):
-        raise StartupError("the nixl transport needs one int64 generation for each KV block")
+        raise StartupError("the nixl transport needs one int64 generation for each block")
     if len(pool.memory) > MAX_BLOCKS:
-        raise StartupError(f"the nixl transport names at most {MAX_BLOCKS} KV blocks, not {len(pool.memory)}")
+        raise StartupError(f"the nixl transport names at most {MAX_BLOCKS} blocks, not {len(pool.memory)}")

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from triptych.core.errors import InvalidRequest, one_line
-from triptych.core.handles import MAX_HANDLE_STATE, KvHandle, KvLayout
+from triptych.core.handles import MAX_HANDLE_STATE, MAX_LABEL
 from triptych.transport.nixl_ledger import MAX_SESSIONS, ROW_BYTES, STAMP_BYTES
 
 if TYPE_CHECKING:
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from triptych.core.handles import Handle
     from triptych.transport.nixl_agent import NixlOptions
 
 BACKEND = "nixl"
 MAX_BLOCKS = 2**20
 """Of a pool."""
-_FORMAT = 1
+_FORMAT = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _GENERATION_BYTES = 8
 
@@ -38,8 +39,9 @@ class NixlPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     instance_id: str
     """Also the name of its agent."""
-    layout: tuple[int, int, int, int, str, int]
-    """The fields of ``KvLayout``."""
+    layout: str
+    """The label of the pool's."""
+    block_bytes: int
     metadata: bytes
     """NIXL's own."""
     stamp: bytes
@@ -57,16 +59,16 @@ class NixlPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
             raise ValueError(f"{self.num_blocks} blocks")
         if len(self.stamp) != STAMP_BYTES:
             raise ValueError(f"a stamp of {len(self.stamp)} bytes")
-        pool = self.num_blocks * KvLayout(*self.layout).block_bytes
-        sizes = (pool, self.num_blocks * _GENERATION_BYTES, (1 + MAX_SESSIONS) * ROW_BYTES)
+        if not (self.layout.isascii() and len(self.layout) <= MAX_LABEL and 1 <= self.block_bytes < 2**63):
+            raise ValueError(f"a layout {self.layout[:MAX_LABEL]!r} of {self.block_bytes} bytes")
+        sizes = (
+            self.num_blocks * self.block_bytes,
+            self.num_blocks * _GENERATION_BYTES,
+            (1 + MAX_SESSIONS) * ROW_BYTES,
+        )
         for start, size in zip((self.memory, self.generations, self.table), sizes, strict=True):
             if not 0 < start <= 2**63 - size:
                 raise ValueError(f"{size} bytes at address {start}")
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return KvLayout(*self.layout).block_bytes
 
 
 class _Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -91,17 +93,18 @@ class NixlState:
     slot: int
     tag: int
     blocks: npt.NDArray[np.int64]
-    """[count]: the producer's, in prompt order, each below ``place.num_blocks``."""
+    """[count]: the producer's, in order, each below ``place.num_blocks``."""
     generations: npt.NDArray[np.int64]
     """[count]: what they must be."""
 
-    def differences(self, handle: KvHandle) -> str:
+    def differences(self, handle: Handle[Any]) -> str:
         """What the handle around it says of another session; empty if it is this one's."""
         for name, ours, theirs in (
             ("session", self.session_id, handle.session_id),
             ("instance", self.place.instance_id, handle.instance_id),
             ("number of blocks", len(self.blocks), handle.blocks),
-            ("layout", KvLayout(*self.place.layout), handle.layout),
+            ("layout", self.place.layout, handle.layout.label),
+            ("size of a block", self.place.block_bytes, handle.layout.block_bytes),
         ):
             if ours != theirs:
                 return f"its handle has another {name} than its state"
@@ -122,28 +125,28 @@ def seal_state(state: NixlState, options: NixlOptions) -> bytes:
     size = len(body) + _DIGEST_BYTES
     if size > MAX_HANDLE_STATE:
         raise InvalidRequest(
-            f"a KV session of {len(state.blocks)} blocks needs a handle of {size} bytes; at most {MAX_HANDLE_STATE}: "
+            f"a session of {len(state.blocks)} blocks needs a handle of {size} bytes; at most {MAX_HANDLE_STATE}: "
             "larger blocks (--block-size) or a shorter prompt would fit"
         )
     return body + _digest(body, options)
 
 
-def parse_state(handle: KvHandle, options: NixlOptions) -> NixlState:
+def parse_state(handle: Handle[Any], options: NixlOptions) -> NixlState:
     """Read it again.
 
     Raises:
         InvalidRequest: it is another transport's, not signed with our secret, or not of our making.
     """
     if handle.backend != BACKEND:
-        raise InvalidRequest(f"the KV session is of transport {handle.backend!r}; this engine takes {BACKEND!r}")
+        raise InvalidRequest(f"the session is of transport {handle.backend!r}; this engine takes {BACKEND!r}")
     body, digest = handle.state[:-_DIGEST_BYTES], handle.state[-_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(body, options)):
-        raise InvalidRequest(f"the {BACKEND} KV session is damaged, or not signed with this engine's hand-off secret")
+        raise InvalidRequest(f"the {BACKEND} session is damaged, or not signed with this engine's hand-off secret")
     try:
         signed = msgspec.msgpack.decode(body, type=_Signed)
         return _checked(signed)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequest(f"the {BACKEND} KV session is malformed: {one_line(error)}") from error
+        raise InvalidRequest(f"the {BACKEND} session is malformed: {one_line(error)}") from error
 
 
 def as_column(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -185,4 +188,4 @@ def _unpack(data: bytes, count: int) -> npt.NDArray[np.int64]:
 
 
 def _digest(body: bytes, options: NixlOptions) -> bytes:
-    return hmac.digest(options.secret, b"triptych nixl kv session\0" + body, "sha256")
+    return hmac.digest(options.secret, b"triptych nixl session\0" + body, "sha256")

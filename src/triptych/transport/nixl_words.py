@@ -7,7 +7,7 @@ import struct
 from typing import NamedTuple
 
 _WORD = struct.Struct("<8sIIQQ")
-_MAGIC = b"TriptKV1"
+_MAGIC = b"TriptBk2"
 
 
 class Verb(enum.IntEnum):
@@ -17,8 +17,10 @@ class Verb(enum.IntEnum):
     """I want the session. Said again until it is granted: the same consumer gets the same answer."""
     DONE = 2
     """I have everything."""
-    DROP = 3
-    """I do not want it any more, and nothing of mine reads it."""
+    BACK = 3
+    """I do not have all of it and want no more, and nothing of mine reads it: somebody else may have it."""
+    SPOILT = 4
+    """Its blocks hold other content: nobody can have it any more."""
 
 
 _VERBS = frozenset(Verb)

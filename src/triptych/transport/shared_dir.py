@@ -1,13 +1,19 @@
 """A private directory through which processes of one host hand files over. A file's name says whose it is.
 
-    KEY.OWNER.part     OWNER is writing it
-    KEY.OWNER.ready    whoever renames it has it
-    KEY.OWNER.taken    OWNER has it, and removes it
-    KEY.OWNER.void     nobody may take it; OWNER removes it
-    OWNER.alive        locked for as long as OWNER lives: the kernel unlocks it, however a process ends
+    KEY.OWNER.part           OWNER is writing it
+    KEY.OWNER.ready          whoever renames it has it
+    KEY.OWNER.TAKER.taken    TAKER has it, and removes it or gives it back
+    KEY.OWNER.back           given back; OWNER makes it ready again, or removes it
+    KEY.OWNER.void           nobody may take it; OWNER removes it
+    OWNER.alive              locked for as long as OWNER lives: the kernel unlocks it, however a process ends
 
-KEY and OWNER are 32 hexadecimal digits. A name is only ever changed by rename, so everyone sees one state after the
-other, and one of many who want the same file gets it. Nothing else in the directory is touched.
+KEY, OWNER and TAKER are 32 hexadecimal digits. A name is only ever changed by rename, so everyone sees one state after
+the other, and one of many who want the same file gets it. Only OWNER makes a file ready, so that nobody can take what
+it has withdrawn meanwhile; what comes back to an owner that is dead is removed. Nothing else in the directory is
+touched.
+
+Whoever lives here removes what the dead have left. What a dead TAKER had is given back, unless a receipt in it says
+that TAKER had everything.
 """
 
 from __future__ import annotations
@@ -34,15 +40,33 @@ KEY_BYTES = 16
 PART = "part"
 READY = "ready"
 TAKEN = "taken"
+BACK = "back"
 VOID = "void"
+COLLECT_SECONDS = 2.0
+"""At most this long after a consumer was killed, what it had comes back."""
 
-_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.(part|ready|taken|void)")
+_OWNED = re.compile(r"[0-9a-f]{32}\.([0-9a-f]{32})\.(?:part|ready|back|void)")
+_TAKEN = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{32})\.taken")
 _ALIVE = re.compile(r"([0-9a-f]{32})\.alive")
 
 
 def owner_of(side: str, instance_id: str) -> str:
     """OWNER of one side (``producer``, ``consumer``) of one incarnation."""
     return blake3(f"{side} {instance_id}".encode()).hexdigest(KEY_BYTES)
+
+
+def write_receipt(descriptor: int, key: bytes) -> None:
+    """Mark a file, before it loses its name, as one whose consumer has everything.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    os.pwrite(descriptor, key, 0)
+
+
+def has_receipt(descriptor: int, key: bytes) -> bool:
+    """Whether that was done; nobody who writes blocks knows the key."""
+    return os.pread(descriptor, len(key), 0) == key
 
 
 class SharedDirectory:
@@ -65,12 +89,12 @@ class SharedDirectory:
         try:
             self._directory = _open_private(path)
         except OSError as error:
-            raise StartupError(f"the directory for KV sessions, {path}: {one_line(error)}") from error
+            raise StartupError(f"the directory for sessions, {path}: {one_line(error)}") from error
         try:
             self._alive = self._become_alive()
         except OSError as error:
             os.close(self._directory)
-            raise StartupError(f"the directory for KV sessions, {path}: {one_line(error)}") from error
+            raise StartupError(f"the directory for sessions, {path}: {one_line(error)}") from error
         self.collect()
 
     def create(self, name: str) -> int:
@@ -120,6 +144,17 @@ class SharedDirectory:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._directory)
 
+    def give_back(self, taken: str) -> None:
+        """Let go of a file that was taken and is whole: it is its owner's again, if that lives."""
+        key, owner, *_ = taken.split(".")
+        back = f"{key}.{owner}.{BACK}"
+        if self.is_alive(owner):
+            self.rename(taken, back)
+        else:
+            self.remove(taken)
+        if not self.is_alive(owner):  # it has closed meanwhile, perhaps before it could see this
+            self.remove(back)
+
     def is_alive(self, owner: str) -> bool:
         """Whether the owner's process lives; true where that cannot be found out."""
         try:
@@ -139,36 +174,38 @@ class SharedDirectory:
         return False
 
     def collect(self) -> float:
-        """Remove what dead owners left, if that has not been done lately; the seconds until it is due again."""
-        pace = self._orphan_seconds / 4
+        """See to what the dead left, if that has not been done lately; the seconds until it is due again."""
+        pace = min(self._orphan_seconds / 4, COLLECT_SECONDS)
         now = time.monotonic()
         if now < self._collected + pace:
             return self._collected + pace - now
         self._collected = now
-        with contextlib.suppress(OSError):  # what cannot be removed now can be later
+        with contextlib.suppress(OSError):  # later, then
             for name in self._orphans():
-                if _ALIVE.fullmatch(name):
-                    self._bury(name)
-                else:
-                    self.remove(name)
+                with contextlib.suppress(OSError):  # what cannot be removed now can be later
+                    self._collect(name)
         return pace
 
     def close(self) -> None:
-        """Be dead."""
+        """Be dead, and leave nothing."""
         with contextlib.suppress(OSError):
             self.remove(f"{self.owner}.alive")
+            for name in self._names():  # from here on, whoever gives back removes it himself
+                if (match := _OWNED.fullmatch(name)) and match[1] == self.owner:
+                    self.remove(name)
         os.close(self._alive)
         os.close(self._directory)
 
+    def _names(self) -> list[str]:
+        with os.scandir(self._directory) as entries:
+            return [entry.name for entry in entries]
+
     def _orphans(self) -> Iterator[str]:
-        """Files of dead owners; one that can still be taken counts only after a while."""
+        """Files of the dead; one that can still be taken counts only after a while."""
         alive = {self.owner: True}
         oldest = time.time() - self._orphan_seconds
-        with os.scandir(self._directory) as entries:
-            names = [entry.name for entry in entries]
-        for name in names:
-            match = _NAME.fullmatch(name) or _ALIVE.fullmatch(name)
-            if match is None:
+        for name in self._names():
+            if not (_OWNED.fullmatch(name) or _TAKEN.fullmatch(name) or _ALIVE.fullmatch(name)):
                 continue
             owner = name.split(".")[-2]
             if owner not in alive:
@@ -176,6 +213,27 @@ class SharedDirectory:
             if alive[owner] or (name.endswith(f".{READY}") and self._changed_since(name, oldest)):
                 continue
             yield name
+
+    def _collect(self, name: str) -> None:
+        """One file of somebody dead."""
+        if _ALIVE.fullmatch(name):
+            self._bury(name)
+        elif _TAKEN.fullmatch(name):
+            self._inherit(name)
+        else:
+            self.remove(name)
+
+    def _inherit(self, name: str) -> None:
+        """What a dead taker had: somebody else's, unless it is spent."""
+        descriptor = self.open(name)
+        try:
+            spent = has_receipt(descriptor, bytes.fromhex(name.split(".")[0]))
+        finally:
+            os.close(descriptor)
+        if spent:
+            self.remove(name)
+        else:
+            self.give_back(name)
 
     def _changed_since(self, name: str, moment: float) -> bool:
         try:
@@ -229,5 +287,5 @@ def _open_private(path: Path) -> int:
         reason = f"is open to others (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 would close it"
     if reason:
         os.close(descriptor)
-        raise StartupError(f"the directory for KV sessions, {path}, {reason}")
+        raise StartupError(f"the directory for sessions, {path}, {reason}")
     return descriptor

@@ -1,7 +1,8 @@
 """The consumer's side of ``shared-dir``: finds, claims, copies and checks on one thread, some of each fetch in turn.
 
-A file is looked at before it is claimed, so a handle that lies consumes nothing. A claimed file is removed in the end,
-with a receipt in it if all went well: its producer, who has it open, reads that as TAKEN.
+A file is looked at before it is claimed, so a handle that lies consumes nothing. A claimed file is removed when all of
+it is there, with a receipt in it that its producer, who has it open, reads as TAKEN; or without one when it is damaged.
+Else it is given back.
 """
 
 from __future__ import annotations
@@ -10,24 +11,33 @@ import contextlib
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triptych.core.errors import Internal, InvalidRequest, one_line
+from triptych.transport.block_file import MAX_VIEWS, BlockFileReader, DamagedFile, StrangeFile
 from triptych.transport.contract import FetchOutcome, FetchResult
-from triptych.transport.kv_file import MAX_VIEWS, DamagedFile, KvFileReader, StrangeFile, write_receipt
 from triptych.transport.moves import check_moves
-from triptych.transport.shared_dir import KEY_BYTES, PART, READY, TAKEN, SharedDirectory, owner_of
+from triptych.transport.shared_dir import (
+    BACK,
+    KEY_BYTES,
+    PART,
+    READY,
+    TAKEN,
+    SharedDirectory,
+    owner_of,
+    write_receipt,
+)
 from triptych.transport.shared_dir_publisher import BACKEND, TURN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from triptych.core.handles import KvHandle
-    from triptych.transport.contract import KvPool, Move
+    from triptych.core.handles import Handle
+    from triptych.transport.contract import BlockMemory, Move
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
-"""Seconds between two looks for a file that is being written; each pause is twice the last."""
+"""Seconds between two looks for a file that is being written, or was given back; each pause is twice the last."""
 
 
 class SharedDirFetch:
@@ -35,7 +45,7 @@ class SharedDirFetch:
 
     def __init__(
         self,
-        handle: KvHandle,
+        handle: Handle[Any],
         moves: Sequence[Move],
         seconds: float,
         done: Callable[[FetchResult], None],
@@ -46,6 +56,7 @@ class SharedDirFetch:
         self.due = 0.0
         """When it gets its next turn."""
         self._handle = handle
+        self._producer = owner_of("producer", handle.instance_id)
         self._moves = moves
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
@@ -55,8 +66,10 @@ class SharedDirFetch:
         self._at = 0
         """How many of the moves are done."""
         self._descriptor: int | None = None
-        self._reader: KvFileReader | None = None
+        self._reader: BlockFileReader | None = None
         """Once the session is claimed."""
+        self._spent = False
+        """What is claimed is of no use to anybody else."""
 
     def cancel(self) -> None:
         """The blocks are not wanted any more."""
@@ -64,11 +77,15 @@ class SharedDirFetch:
         self.due = 0.0
         self._fetcher.wake()
 
+    def expired(self, now: float) -> bool:
+        """Whether its time is over."""
+        return now >= self._deadline
+
     def turn(self, now: float) -> FetchResult | None:
         """Do the next thing. The result ends it: from then on it touches nothing."""
         if self._cancelled:
             return self.end(FetchOutcome.CANCELLED, "cancelled")
-        if now >= self._deadline:
+        if self.expired(now):
             return self.end(FetchOutcome.FAILED, f"not there within {self._seconds:g} s")
         try:
             if self._reader is None:
@@ -76,27 +93,29 @@ class SharedDirFetch:
             return self._copy(self._reader)
         except StrangeFile as error:
             return self.end(FetchOutcome.GONE, one_line(error))
+        except DamagedFile as error:
+            self._spent = True
+            return self.end(FetchOutcome.FAILED, one_line(error))
         except (OSError, MemoryError, Internal) as error:
             return self.end(FetchOutcome.FAILED, one_line(error))
 
     def _claim(self, now: float) -> FetchResult | None:
-        directory, producer = self._fetcher.directory, owner_of("producer", self._handle.instance_id)
-        ready = f"{self._handle.state.hex()}.{producer}.{READY}"
-        # In this order: it becomes claimable after it was written, and nothing else after that.
-        writing = directory.exists(f"{self._handle.state.hex()}.{producer}.{PART}")
-        lives = writing and directory.is_alive(producer)
+        directory, ready = self._fetcher.directory, self._name(READY)
+        # In this order: it becomes claimable after it was written or given back.
+        coming = directory.exists(self._name(PART)) or directory.exists(self._name(BACK))
+        lives = coming and directory.is_alive(self._producer)
         try:
             self._descriptor = directory.open(ready)
         except FileNotFoundError:
-            if not writing:
+            if not coming:
                 return self.end(FetchOutcome.GONE, "taken already, withdrawn or unknown")
             if not lives:
                 return self.end(FetchOutcome.FAILED, "its producer died before all of it was there")
-            self.due = now + self._pause
+            self.due = min(now + self._pause, self._deadline)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             return None
         try:
-            reader = KvFileReader(self._descriptor, self._handle)
+            reader = BlockFileReader(self._descriptor, self._handle)
         except DamagedFile:
             if directory.exists(ready):
                 raise
@@ -107,7 +126,7 @@ class SharedDirFetch:
         self._moves = sorted(self._moves)
         return None
 
-    def _copy(self, reader: KvFileReader) -> FetchResult | None:
+    def _copy(self, reader: BlockFileReader) -> FetchResult | None:
         turn = max(1, min(MAX_VIEWS, TURN_BYTES // self._handle.layout.block_bytes))
         moves = self._moves[self._at : self._at + turn]
         reader.read(self._fetcher.pool.memory, moves)
@@ -116,25 +135,32 @@ class SharedDirFetch:
             return None
         assert self._descriptor is not None
         write_receipt(self._descriptor, self._handle.state)
+        self._spent = True
         return self.end(FetchOutcome.FINISHED)
+
+    def _name(self, state: str) -> str:
+        return f"{self._handle.state.hex()}.{self._producer}.{state}"
 
     @property
     def _taken(self) -> str:
-        return f"{self._handle.state.hex()}.{self._fetcher.directory.owner}.{TAKEN}"
+        return self._name(f"{self._fetcher.directory.owner}.{TAKEN}")
 
     def end(self, outcome: FetchOutcome, reason: str = "") -> FetchResult:
         """Touch the targets no more; no turn may follow."""
         if self._reader is not None:
-            with contextlib.suppress(OSError):  # then it is removed when this process has ended
-                self._fetcher.directory.remove(self._taken)
-        text = f"KV session {self._handle.session_id}: {reason}" if reason else ""
+            with contextlib.suppress(OSError):  # then that is done when this process has ended
+                if self._spent:
+                    self._fetcher.directory.remove(self._taken)
+                else:
+                    self._fetcher.directory.give_back(self._taken)
+        text = f"session {self._handle.session_id}: {reason}" if reason else ""
         return FetchResult(outcome, text, self._at * self._handle.layout.block_bytes)
 
     def let_go(self) -> None:
         """Give the memory back, which takes a good part of the time that copying did: nobody waits for it."""
         if self._descriptor is None:
             return
-        if self._reader is not None:
+        if self._reader is not None and self._spent:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, KEY_BYTES)  # but for the receipt
         os.close(self._descriptor)
@@ -143,7 +169,7 @@ class SharedDirFetch:
 class SharedDirFetcher:
     """The consumer's side."""
 
-    def __init__(self, pool: KvPool, instance_id: str, path: Path, orphan_seconds: float) -> None:
+    def __init__(self, pool: BlockMemory, instance_id: str, path: Path, orphan_seconds: float) -> None:
         """Make or check the directory at ``path`` and start the thread.
 
         Args:
@@ -164,22 +190,22 @@ class SharedDirFetcher:
         self._closed = False
         self._closing = False
         """The thread comes to an end, or has broken down."""
-        self._thread = threading.Thread(target=self._run, name="kv-shared-dir-fetcher", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shared-dir-fetcher", daemon=True)
         self._thread.start()
 
-    def check(self, handle: KvHandle) -> None:
+    def check(self, handle: Handle[Any]) -> None:
         """Refuse another transport's handle, and what cannot be a key.
 
         Raises:
             InvalidRequest: saying what is wrong.
         """
         if handle.backend != BACKEND:
-            raise InvalidRequest(f"the KV session is of transport {handle.backend!r}; this engine takes {BACKEND!r}")
+            raise InvalidRequest(f"the session is of transport {handle.backend!r}; this engine takes {BACKEND!r}")
         if len(handle.state) != KEY_BYTES:
-            raise InvalidRequest(f"a {BACKEND} KV session's state has {KEY_BYTES} bytes, not {len(handle.state)}")
+            raise InvalidRequest(f"a {BACKEND} session's state has {KEY_BYTES} bytes, not {len(handle.state)}")
 
     def fetch(
-        self, handle: KvHandle, moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
+        self, handle: Handle[Any], moves: Sequence[Move], seconds: float, done: Callable[[FetchResult], None]
     ) -> SharedDirFetch:
         """Take the session and move some of its blocks."""
         check_moves(handle, moves, self.pool)
@@ -190,13 +216,21 @@ class SharedDirFetcher:
                 self._fetches.append(fetch)
                 self._lock.notify()
         if closing:
-            done(FetchResult(FetchOutcome.CANCELLED, "the KV transport is closed"))
+            done(FetchResult(FetchOutcome.CANCELLED, "the transport is closed"))
         return fetch
 
     def statistics(self) -> dict[str, float]:
-        """Counts, and what is under way now: fetches, bytes."""
+        """Counts, what is under way now, and what of it is overdue."""
         with self._lock:
-            return {"fetches": len(self._fetches), "bytes": sum(each.bytes for each in self._fetches), **self._counts}
+            now = time.monotonic()
+            overdue = [each.bytes for each in self._fetches if each.expired(now)]
+            return {
+                "fetches": len(self._fetches),
+                "bytes": sum(each.bytes for each in self._fetches),
+                "overdue": len(overdue),
+                "overdue_bytes": sum(overdue),
+                **self._counts,
+            }
 
     def close(self) -> None:
         """Cancel everything and end the thread."""

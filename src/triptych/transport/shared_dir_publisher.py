@@ -2,8 +2,8 @@
 
     engine's thread   open: creates the file    publish, seal: leave word    withdraw: renames the file
     writer            writes what was published, a little of every session in turn, so that most of it is down before
-                      the prompt is computed; ends the file, says FREE, makes it claimable, and looks now and then
-                      whether it is gone, with a receipt in it (TAKEN) or without
+                      the last of it is computed; ends the file, says FREE, makes it claimable, and looks now and then
+                      whether it was given back, or is gone, with a receipt in it (TAKEN) or without
 
 The handle may travel before the last bytes are down: a consumer that finds KEY.OWNER.part waits. A session that fails
 loses its file; whoever wants it finds nothing.
@@ -19,26 +19,26 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triptych.core.errors import Draining, IntegrityError, Internal, Overloaded, StartupError, one_line
-from triptych.core.handles import KvHandle
-from triptych.transport.contract import SessionEvent
-from triptych.transport.kv_file import MAX_VIEWS, KvFileWriter, has_receipt
-from triptych.transport.shared_dir import KEY_BYTES, PART, READY, VOID, SharedDirectory, owner_of
+from triptych.core.handles import Handle
+from triptych.transport.block_file import MAX_VIEWS, BlockFileWriter
+from triptych.transport.contract import SessionEvent, SessionState
+from triptych.transport.shared_dir import BACK, KEY_BYTES, PART, READY, VOID, SharedDirectory, has_receipt, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from triptych.transport.contract import KvPool
+    from triptych.transport.contract import BlockMemory
 
 BACKEND = "shared-dir"
 TURN_BYTES = 2**20
-"""Written of one session before another gets its turn; at least one block."""
+"""Written of one session in its turn; at least one block."""
 WATCH_SECONDS = 0.05
-"""How often the writer looks at claimable files. Their blocks are free and their memory goes when they are taken:
-only the count of sessions waits for it."""
+"""How often the writer looks at claimable files. Their blocks are free and their memory goes when they are taken: only
+the count of sessions waits for it, and whoever wants one that was given back."""
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ class _Session:
     key: bytes
     descriptor: int
     """Writer's. Kept until the end: it shows what has become of the file, whatever its name is by then."""
-    file: KvFileWriter
+    file: BlockFileWriter
     """Writer's."""
-    handle: KvHandle | None = None
+    handle: Handle[Any] | None = None
     """Once it is sealed."""
     blocks: int = 0
     held_bytes: int = 0
@@ -89,6 +89,8 @@ class _Session:
     pending: deque[_Block] = field(default_factory=deque)
     """Published, and not yet written."""
     withdrawn: bool = False
+    void: bool = False
+    """Withdrawn, and no consumer has it."""
     reason: str = ""
     """Why it failed. The file is then gone, but the session stays until it is sealed or withdrawn."""
     queued: bool = False
@@ -103,7 +105,7 @@ class SharedDirPublisher:
 
     def __init__(
         self,
-        pool: KvPool,
+        pool: BlockMemory,
         instance_id: str,
         tell: Callable[[str, SessionEvent], None],
         path: Path,
@@ -129,12 +131,12 @@ class SharedDirPublisher:
         self._sessions: dict[str, _Session] = {}
         self._turns: deque[_Session] = deque()
         """Who has something to do."""
-        self._counts = {"opened": 0, "taken": 0, "failed": 0, "written_bytes": 0}
+        self._counts = {"opened": 0, "taken": 0, "failed": 0, "given_back": 0, "written_bytes": 0}
         self._bytes = 0
         self._closed = False
         self._closing = False
         """The writer comes to an end, or has broken down."""
-        self._writer = threading.Thread(target=self._write, name="kv-shared-dir-writer", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="shared-dir-writer", daemon=True)
         self._writer.start()
 
     def open(self, session_id: str) -> None:
@@ -145,26 +147,26 @@ class SharedDirPublisher:
         """
         with self._lock:
             if self._closed or self._closing:
-                raise Draining("the KV transport is closed")
+                raise Draining("the transport is closed")
             if session_id in self._sessions:
-                raise IntegrityError(f"KV session {session_id} is open already")
+                raise IntegrityError(f"session {session_id} is open already")
             if len(self._sessions) >= self._limits.max_sessions or self._bytes >= self._limits.max_bytes:
                 raise Overloaded(
-                    f"{len(self._sessions)} KV sessions of {self._bytes} bytes wait to be taken; "
+                    f"{len(self._sessions)} sessions of {self._bytes} bytes wait to be taken; "
                     f"at most {self._limits.max_sessions} of {self._limits.max_bytes}"
                 )
         key = secrets.token_bytes(KEY_BYTES)
         try:
             descriptor = self._directory.create(self._name(key, PART))
         except OSError as error:
-            raise Overloaded(f"no file for a KV session: {one_line(error)}") from error
-        session = _Session(session_id, key, descriptor, KvFileWriter(descriptor, self._pool.memory))
+            raise Overloaded(f"no file for a session: {one_line(error)}") from error
+        session = _Session(session_id, key, descriptor, BlockFileWriter(descriptor, self._pool.memory))
         with self._lock:
             self._sessions[session_id] = session
             self._counts["opened"] += 1
 
     def publish(self, session_id: str, blocks: Sequence[int]) -> None:
-        """The prompt's next blocks. A session that goes beyond the limit fails, and no other does."""
+        """The session's next blocks. A session that goes beyond the limit fails, and no other does."""
         generations = self._pool.generations
         added = [_Block(block, int(generations[block])) for block in blocks]
         size = len(added) * self._pool.layout.block_bytes
@@ -181,11 +183,11 @@ class SharedDirPublisher:
                 self._bytes += size
             self._enqueue(session)
 
-    def seal(self, session_id: str) -> KvHandle:
+    def seal(self, session_id: str) -> Handle[Any]:
         """A consumer may take it from now on; it waits for bytes that are not down yet."""
         with self._lock:
             session = self._find(session_id)
-            session.handle = KvHandle(
+            session.handle = Handle(
                 session_id, BACKEND, self._instance_id, self._pool.layout, session.blocks, session.key
             )
             self._enqueue(session)
@@ -198,13 +200,29 @@ class SharedDirPublisher:
             if session is None or session.withdrawn:
                 return
             session.withdrawn = True
-        # It has one of these names, and only ever goes from the first to the second; or a consumer has it already.
+        # Each name is tried after those that it may have had before: it is found unless a consumer has it just now, and
+        # what comes back from now on the writer removes.
         void = self._name(session.key, VOID)
         with contextlib.suppress(OSError):  # the writer tries again
-            if not self._directory.rename(self._name(session.key, PART), void):
-                self._directory.rename(self._name(session.key, READY), void)
+            for state in (PART, BACK, READY):
+                if self._directory.rename(self._name(session.key, state), void):
+                    session.void = True
+                    break
         with self._lock:
             self._enqueue(session)
+
+    def state(self, session_id: str) -> SessionState:
+        """How it stands, as the file's name says."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or session.void or session.reason:
+                return SessionState.UNKNOWN
+            waiting = SessionState.UNKNOWN if session.withdrawn else SessionState.WAITING
+        with contextlib.suppress(OSError):
+            # in the order in which it changes: one that is made ready just now is not missed
+            if any(self._directory.exists(self._name(session.key, state)) for state in (PART, BACK, READY)):
+                return waiting
+        return SessionState.TAKING
 
     def statistics(self) -> dict[str, float]:
         """Counts, and what is held now: sessions, bytes."""
@@ -232,7 +250,7 @@ class SharedDirPublisher:
     def _find(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None or session.handle is not None or session.withdrawn:
-            raise IntegrityError(f"KV session {session_id} is not open")
+            raise IntegrityError(f"session {session_id} is not open")
         return session
 
     def _fail(self, session: _Session, reason: str) -> None:
@@ -277,6 +295,7 @@ class SharedDirPublisher:
             if self._watched:
                 if time.monotonic() >= self._look:
                     for watched in list(self._watched.values()):
+                        self._retake(watched)
                         self._settle(watched)
                     self._look = time.monotonic() + WATCH_SECONDS
                 due = min(due, WATCH_SECONDS)
@@ -319,7 +338,7 @@ class SharedDirPublisher:
         with self._lock:
             self._counts["written_bytes"] += len(blocks) * self._pool.layout.block_bytes
 
-    def _complete(self, session: _Session, handle: KvHandle) -> None:
+    def _complete(self, session: _Session, handle: Handle[Any]) -> None:
         session.file.finish(handle)
         self._free(session)
         session.ready = True
@@ -330,17 +349,31 @@ class SharedDirPublisher:
         """Remove what nobody may take; forget it too once the engine has come to its end, unless a consumer has it."""
         stays = False
         try:
-            for state in (VOID, PART, READY):
+            for state in (VOID, PART, BACK, READY):
                 self._directory.remove(self._name(session.key, state))
         except OSError as error:
             stays = True
-            log.warning("KV session %s: its file stays: %s", session.session_id, one_line(error))
+            log.warning("session %s: its file stays: %s", session.session_id, one_line(error))
         if session.withdrawn or session.handle is not None:
             self._free(session)
             if stays:
                 self._forget(session)
             else:
                 self._settle(session)
+
+    def _retake(self, session: _Session) -> None:
+        """Make claimable again what was given back, unless it was withdrawn meanwhile."""
+        back = self._name(session.key, BACK)
+        with contextlib.suppress(OSError):  # at the next look, then
+            if not self._directory.exists(back):
+                return
+            with self._lock:  # after that look: who withdraws from now on finds it where it is, or ready
+                withdrawn = session.withdrawn
+            if withdrawn:
+                self._directory.remove(back)
+            elif self._directory.rename(back, self._name(session.key, READY)):
+                with self._lock:
+                    self._counts["given_back"] += 1
 
     def _settle(self, session: _Session) -> None:
         """See whether a session that is free is over: its file has lost its name."""
@@ -360,7 +393,7 @@ class SharedDirPublisher:
 
     def _forget(self, session: _Session) -> None:
         if session.reason:
-            log.warning("KV session %s failed: %s", session.session_id, session.reason)
+            log.warning("session %s failed: %s", session.session_id, session.reason)
         self._watched.pop(session.session_id, None)
         with self._lock:
             del self._sessions[session.session_id]

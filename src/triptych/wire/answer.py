@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from triptych.core.errors import Cancelled, Draining, Internal, TriptychError
-from triptych.core.events import Event, Failed, Finished, PrefillReady, Prompt, Tokens, Usage, is_terminal
+from triptych.core.events import (
+    EncoderReady,
+    Event,
+    Failed,
+    Finished,
+    PrefillReady,
+    Prompt,
+    Tokens,
+    Usage,
+    is_terminal,
+)
 from triptych.wire.codec_events import decode_event, spans_in
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.limits import LARGE_MESSAGE
@@ -78,7 +88,7 @@ class RemoteAnswer:
         large = len(data) >= LARGE_MESSAGE
         event = await asyncio.to_thread(self._order.read, data) if large else self._order.read(data)
         match event:
-            case Finished(usage=Usage()) | PrefillReady():
+            case Finished(usage=Usage()) | PrefillReady() | EncoderReady():
                 return replace(event, spans=spans_in(await self._trailers()))
             case Failed(error=failure):
                 return replace(event, error=refined(failure, await self._trailers()))
@@ -115,6 +125,7 @@ class _Order:
         self._outputs = request.num_sequences
         self._prompt = request.logprobs.prompt
         self._handoff = request.handoff
+        self._encoded = None if request.encode is None else len(request.media)
         self._finished: set[int] = set()
 
     def read(self, data: bytes) -> Event:
@@ -128,6 +139,8 @@ class _Order:
         except UNREADABLE:
             raise Internal("the engine sent bytes that are no GenerateResponse") from None
         event = decode_event(message, self._outputs)
+        if self._encoded is not None:
+            self._refuse_other_than_encoded(event, self._encoded)
         match event:
             case Prompt():
                 if not self._prompt:
@@ -145,7 +158,16 @@ class _Order:
             case PrefillReady():
                 if not self._handoff:
                     raise Internal("the engine handed the prompt over (prefill_ready), and an answer was asked for")
+            case EncoderReady() if self._encoded is None:
+                raise Internal("the engine encoded the media (encoder_ready), and that was not asked for")
         return event
+
+    def _refuse_other_than_encoded(self, event: Event, items: int) -> None:
+        match event:
+            case EncoderReady(references=references) if len(references) != items:
+                raise Internal(f"the engine sent {len(references)} encoder references for {items} media item(s)")
+            case Prompt() | Tokens() | PrefillReady():
+                raise Internal("the engine was asked to encode the media and did something else")
 
     def _refuse_finished(self, index: int) -> None:
         if index in self._finished:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from triptych.core.encoded import SealedReference
 from triptych.core.errors import InvalidRequest
 from triptych.core.media import DataUri, RawBytes, Url
 from triptych.core.session import SealedSession
 from triptych.wire.answer import RemoteAnswer, typed
 from triptych.wire.codec import encode_request
+from triptych.wire.codec_reference import unseal_reference
 from triptych.wire.codec_session import unseal
-from triptych.wire.gen import lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
+from triptych.wire.gen import encoder_pb2, lifecycle_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 from triptych.wire.limits import LARGE_MESSAGE, MAX_MESSAGE
 
 if TYPE_CHECKING:
@@ -122,6 +124,40 @@ class EngineChannel:
         response: lifecycle_pb2.AbortResponse = await self._call(self._control.Abort, request, UNARY_SECONDS)
         return response
 
+    async def abort_reference(self, reference: SealedReference) -> lifecycle_pb2.AbortResponse:
+        """Let go of an encoder output that this engine keeps until somebody uses it.
+
+        Raises:
+            ReferenceNotFound: the engine does not know it.
+        """
+        request = lifecycle_pb2.AbortRequest()
+        unseal_reference(reference, request.encoder_cache)
+        response: lifecycle_pb2.AbortResponse = await self._call(self._control.Abort, request, UNARY_SECONDS)
+        return response
+
+    async def transfer_outcome(
+        self, reference: SealedReference, transfer_id: str, consumer_instance_id: str
+    ) -> encoder_pb2.TransferEncoderCacheResponse:
+        """What has become of an encoder output of this engine's. Nothing moves by asking.
+
+        Args:
+            reference: its name.
+            transfer_id: the asker's own name for its use of it.
+            consumer_instance_id: who asks.
+
+        Raises:
+            ReferenceNotFound: the engine does not know it.
+            WrongState: another engine, or an earlier start of this one, has made it.
+        """
+        request = encoder_pb2.TransferEncoderCacheRequest(
+            transfer_id=transfer_id, consumer_instance_id=consumer_instance_id
+        )
+        unseal_reference(reference, request.encoder_cache)
+        response: encoder_pb2.TransferEncoderCacheResponse = await self._call(
+            self._control.TransferEncoderCache, request, UNARY_SECONDS
+        )
+        return response
+
     async def close(self) -> None:
         """Cancel what is running and disconnect."""
         await self._channel.close()
@@ -134,10 +170,11 @@ class EngineChannel:
 
 
 def _size(request: GenerateRequest) -> int:
-    """About how many bytes of the message are text, media and a session."""
+    """About how many bytes of the message are text, media, a session and references."""
     text = len(request.prompt) if isinstance(request.prompt, str) else 0
     session = len(request.session.data) if isinstance(request.session, SealedSession) else 0
-    return text + session + sum(_source_size(item.source) for item in request.media)
+    references = sum(len(one.data) for one in request.references if isinstance(one, SealedReference))
+    return text + session + references + sum(_source_size(item.source) for item in request.media)
 
 
 def _source_size(source: MediaSource) -> int:

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from triptych.core.encoded import EncoderReference, Reference, SealedReference
 from triptych.core.errors import Internal, InvalidRequest, MediaError, UnsupportedFeature
 from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
-from triptych.core.request import MAX_STOP_CONDITIONS, CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.core.request import (
+    MAX_STOP_CONDITIONS,
+    CacheOptions,
+    EncodeOptions,
+    GenerateRequest,
+    Sampling,
+    Stopping,
+)
 from triptych.core.session import KvSession, SealedSession, Session
 from triptych.wire.codec_guide import decode_guide, encode_guide
 from triptych.wire.codec_logprobs import decode_options, encode_options
+from triptych.wire.codec_reference import seal_reference, unseal_reference
 from triptych.wire.codec_session import seal, unseal
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.modality import MODALITIES, NUMBERS
+from triptych.wire.portable_plan import MAX_FRAMING, MAX_RUNS
 
 if TYPE_CHECKING:
+    from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
 
 MAX_MEDIA_ITEMS = 1024
-"""Above any configured limit: a message of a million empty items must not occupy the event loop."""
+"""References count as well. Above any configured limit: a message of a million empty items must not occupy the event
+loop."""
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -38,7 +50,11 @@ _STOPPING_FIELDS = ("max_tokens", "min_tokens", "ignore_eos", "include_stop_in_o
 
 
 def decode_request(
-    message: pb.GenerateRequest, *, priority: int = 0, sessions: SessionCodec | None = None
+    message: pb.GenerateRequest,
+    *,
+    priority: int = 0,
+    sessions: SessionCodec | None = None,
+    references: ReferenceCodec | None = None,
 ) -> GenerateRequest:
     """Read a request.
 
@@ -46,13 +62,15 @@ def decode_request(
         message: what came.
         priority: travels beside it, as metadata of the call.
         sessions: reads a session; None leaves it sealed.
+        references: reads encoder references; None leaves them sealed.
 
     Raises:
         InvalidRequest: a field is absent or wrong; the message names it.
         UnsupportedFeature: a field asks for a part of the contract that is not offered; the message names it.
-        Unauthenticated: the session is not signed with this engine's secret.
+        Unauthenticated: the session, or a reference, is not signed with this engine's secret.
     """
-    _refuse_unsupported(message)
+    if len(message.media_options.fields):
+        raise UnsupportedFeature("media_options is not supported by this engine")
     handoff = _decode_handoff(message)
     kind = message.WhichOneof("input")
     if kind is None:
@@ -73,18 +91,9 @@ def decode_request(
         priority=priority,
         session=_decode_session(message, sessions),
         handoff=handoff,
+        encode=EncodeOptions(message.encoder.transfer_backend) if message.HasField("encoder") else None,
+        references=_decode_references(message, references),
     )
-
-
-def _refuse_unsupported(message: pb.GenerateRequest) -> None:
-    asked = {
-        "media_options": len(message.media_options.fields),
-        "encoder": message.HasField("encoder"),
-        "encoder_cache": len(message.encoder_cache),
-    }
-    for field, value in asked.items():
-        if value:
-            raise UnsupportedFeature(f"{field} is not supported by this engine")
 
 
 def _decode_sampling(message: pb.SamplingParams) -> Sampling:
@@ -162,6 +171,25 @@ def _decode_session(message: pb.GenerateRequest, sessions: SessionCodec | None) 
     return seal(message.kv.session) if sessions is None else sessions.decode(message.kv.session)
 
 
+def _decode_references(message: pb.GenerateRequest, references: ReferenceCodec | None) -> tuple[Reference, ...]:
+    if len(message.encoder_cache) > MAX_MEDIA_ITEMS:
+        raise InvalidRequest(f"{len(message.encoder_cache)} encoder_cache references; at most {MAX_MEDIA_ITEMS}")
+    if references is None:
+        return tuple(map(seal_reference, message.encoder_cache))
+    read: list[EncoderReference] = []
+    runs = framing = 0
+    for index, one in enumerate(message.encoder_cache):
+        read.append(references.decode(one, f"encoder_cache[{index}]"))
+        layout = read[-1].item.layout
+        runs, framing = runs + len(layout.runs), framing + len(layout.framing)
+        if runs > MAX_RUNS or framing > MAX_FRAMING:  # before the rest of them takes the event loop as long
+            raise InvalidRequest(
+                f"encoder_cache[{index}]: the references up to this one have {runs} runs and {framing} framing "
+                f"positions; a prompt can have {MAX_RUNS} and {MAX_FRAMING}"
+            )
+    return tuple(read)
+
+
 def _decode_handoff(message: pb.GenerateRequest) -> bool:
     """Whether only the first leg of the request is asked for. Keys of ``extra`` that are not known are ignored."""
     fields = message.extra.fields
@@ -234,6 +262,15 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
             unseal(session, message.kv.session)
         case KvSession():
             raise Internal("a session that was read goes no further; a request carries it sealed")
+    if request.encode is not None:
+        message.encoder.transfer_backend = request.encode.backend
+        message.encoder.SetInParent()
+    for reference in request.references:
+        match reference:
+            case SealedReference():
+                unseal_reference(reference, message.encoder_cache.add())
+            case EncoderReference():
+                raise Internal("a reference that was read goes no further; a request carries it sealed")
     return message
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from triptych.core.errors import Internal, InvalidRequest
+from triptych.core.encoded import EncoderReference, SealedReference
+from triptych.core.errors import Internal, InvalidRequest, MediaError
 from triptych.core.events import (
+    EncoderReady,
     EosToken,
     Event,
     Failed,
@@ -26,6 +28,7 @@ from triptych.core.events import (
 )
 from triptych.core.session import KvSession, SealedSession
 from triptych.wire.codec_logprobs import decode_token, encode_token
+from triptych.wire.codec_reference import seal_reference, unseal_reference
 from triptych.wire.codec_session import seal, unseal
 from triptych.wire.gen import generation_pb2 as pb
 from triptych.wire.limits import MAX_MESSAGE
@@ -34,10 +37,12 @@ from triptych.wire.status import from_message, to_message
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from triptych.core.encoded import Reference
     from triptych.core.logprobs import TokenLogprob
     from triptych.core.session import Session
+    from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
-    from triptych.wire.gen import kv_pb2
+    from triptych.wire.gen import encoder_pb2, kv_pb2
 
 TokenText = Callable[[int], str]
 """What a token adds to a text."""
@@ -49,6 +54,8 @@ LARGE_DELTA = 200_000
 """Entries up to which a delta goes as one message."""
 PLAN_TOKENS = 8
 """Tokens of a session's plan, and candidates of its first tokens, that take as long as an entry."""
+REFERENCE_ENTRIES = 40
+"""As long as so many entries a reference takes, without what its item's runs and framing take."""
 PROMPT_PIECE = 20_000
 """Entries that are written in one go."""
 
@@ -81,11 +88,15 @@ def split_event(event: Event) -> tuple[Event, ...]:
 
 def event_entries(event: Event) -> int:
     """How many tokens an event has, candidates included."""
-    if isinstance(event, PrefillReady):
-        return 1 + _session_numbers(event.session) // PLAN_TOKENS
-    if not isinstance(event, Tokens | Prompt):
-        return 1
-    return len(event.token_ids) + sum(map(_candidates, event.logprobs))
+    match event:
+        case PrefillReady(session=session):
+            return 1 + _session_numbers(session) // PLAN_TOKENS
+        case EncoderReady(references=references):
+            return 1 + sum(REFERENCE_ENTRIES + _item_numbers(one) // PLAN_TOKENS for one in references)
+        case Tokens(token_ids=token_ids, logprobs=logprobs) | Prompt(token_ids=token_ids, logprobs=logprobs):
+            return len(token_ids) + sum(map(_candidates, logprobs))
+        case _:
+            return 1
 
 
 def _candidates(logprob: TokenLogprob | None) -> int:
@@ -99,22 +110,36 @@ def _session_numbers(session: Session) -> int:
     return plan + sum(_candidates(first.logprob) for first in session.first)
 
 
-def write_event(event: Event, token_text: TokenText | None = None, sessions: SessionCodec | None = None) -> bytes:
+def _item_numbers(reference: Reference) -> int:
+    if isinstance(reference, SealedReference):
+        return 0
+    layout = reference.item.layout
+    return 2 * len(layout.runs) + len(layout.framing)
+
+
+def write_event(
+    event: Event,
+    token_text: TokenText | None = None,
+    sessions: SessionCodec | None = None,
+    references: ReferenceCodec | None = None,
+) -> bytes:
     """An event's message as bytes; from any thread.
 
     Args:
         event: what to write. Spans do not travel in it; see ``encode_spans``.
         token_text: what each token adds to a text; None leaves the words of tokens empty.
         sessions: writes those of this engine; one that is only handed on needs none.
+        references: likewise.
 
     Raises:
-        InvalidRequest: log probabilities that were asked for are too much for one message.
+        InvalidRequest: log probabilities that were asked for are too much for one message, or a session or a
+            reference is too much for what carries it.
     """
     parts = _prompt_parts(event) if isinstance(event, Prompt) else (event,)
     pieces: list[bytes] = []
     size = 0
     for part in parts:
-        pieces.append(encode_event(part, token_text, sessions).SerializeToString())
+        pieces.append(encode_event(part, token_text, sessions, references).SerializeToString())
         size += len(pieces[-1])
         if size > MAX_MESSAGE:
             raise InvalidRequest(
@@ -145,7 +170,10 @@ def _prompt_part(event: Prompt, start: int, end: int) -> Prompt:
 
 
 def encode_event(
-    event: Event, token_text: TokenText | None = None, sessions: SessionCodec | None = None
+    event: Event,
+    token_text: TokenText | None = None,
+    sessions: SessionCodec | None = None,
+    references: ReferenceCodec | None = None,
 ) -> pb.GenerateResponse:
     """Write an event; see ``write_event``."""
     message = pb.GenerateResponse(request_id=event.request_id)
@@ -169,6 +197,10 @@ def encode_event(
         case PrefillReady(session=session, usage=usage):
             _encode_session(session, message.prefill_ready.kv_session, sessions)
             _encode_usage(usage, message.usage)
+        case EncoderReady(references=made):
+            message.encoder_ready.SetInParent()
+            for index, reference in enumerate(made):
+                _encode_reference(index, reference, message.encoder_ready.encoder_cache.add(), references)
         case Failed(error=error):
             message.error.CopyFrom(to_message(error))
     return message
@@ -193,6 +225,21 @@ def _encode_session(session: Session, message: kv_pb2.KvSessionRef, sessions: Se
             message.CopyFrom(sessions.encode(session))
         case _:
             raise Internal("a session was made by an engine that cannot hand one over")
+
+
+def _encode_reference(
+    index: int, reference: Reference, message: encoder_pb2.EncoderCacheRef, references: ReferenceCodec | None
+) -> None:
+    match reference:
+        case SealedReference():
+            unseal_reference(reference, message)
+        case EncoderReference() if references is not None:
+            try:
+                message.CopyFrom(references.encode(reference))
+            except InvalidRequest as error:
+                raise MediaError(index, str(error)) from None
+        case _:
+            raise Internal("a reference was made by an engine that cannot hand one over")
 
 
 def _encode_stop(stop: StopMatch) -> pb.StopMatch:
@@ -223,12 +270,12 @@ def decode_event(message: pb.GenerateResponse, outputs: int = 1) -> Event:
             return _decode_finished(message, _output_index(message.finished, outputs))
         case "prefill_ready":
             return _decode_prefill_ready(message)
+        case "encoder_ready":
+            return _decode_encoder_ready(message)
         case "error":
             return Failed(message.request_id, from_message(message.error))
         case None:
             raise Internal("the engine sent a response without an event")
-        case other:
-            raise Internal(f"the engine sent an event {other!r} that was not asked for")
 
 
 def _output_index(output: pb.TokenOutput | pb.GenerationFinished, outputs: int) -> int:
@@ -267,6 +314,13 @@ def _decode_prefill_ready(message: pb.GenerateResponse) -> PrefillReady:
     if not session.session_id:
         raise Internal("the engine sent a session without its id")
     return PrefillReady(message.request_id, seal(session), _decode_usage(message.usage))
+
+
+def _decode_encoder_ready(message: pb.GenerateResponse) -> EncoderReady:
+    references = message.encoder_ready.encoder_cache
+    if not all(reference.cache_id for reference in references):
+        raise Internal("the engine sent an encoder reference without its id")
+    return EncoderReady(message.request_id, tuple(map(seal_reference, references)))
 
 
 def _decode_usage(message: pb.Usage) -> Usage:

@@ -12,13 +12,13 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import InvalidRequest, Unauthenticated
-from triptych.core.handles import MAX_HANDLE_STATE, KvHandle, KvLayout
+from triptych.core.handles import MAX_HANDLE_STATE, Handle, KvHandle, KvLayout
 from triptych.core.session import KvSession, SealedSession
 from triptych.wire.base64_text import from_base64, to_base64
 from triptych.wire.first_tokens import decode_first, encode_first
 from triptych.wire.gen import kv_pb2 as pb
+from triptych.wire.handoff_signature import HandoffSigner, checksum, signed_content
 from triptych.wire.portable_plan import decode_plan, encode_plan
-from triptych.wire.session_signature import SessionSigner, checksum, signed_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -36,6 +36,7 @@ MAX_ENDPOINTS = 16
 MAX_NAME_BYTES = 256
 """Of a session's id, its engine's and its transport's."""
 
+_DOMAIN = "triptych.session.v1"
 _VERSION_KEY = "triptych_version"
 _CHECKSUM_KEY = "triptych_checksum"
 _SIGNATURE_KEY = "triptych_signature"
@@ -62,7 +63,7 @@ class SessionCodec:
         signer: None: sessions are not signed, and signatures are not looked at.
     """
 
-    def __init__(self, endpoints: tuple[Endpoint, ...] = (), signer: SessionSigner | None = None) -> None:
+    def __init__(self, endpoints: tuple[Endpoint, ...] = (), signer: HandoffSigner | None = None) -> None:
         self.endpoints = endpoints
         self._signer = signer
 
@@ -80,7 +81,7 @@ class SessionCodec:
             handoff_profile=HANDOFF_PROFILE,
         )
         attributes = _attributes(session)
-        content = signed_content(message, attributes)
+        content = session_content(message, attributes)
         attributes[_CHECKSUM_KEY] = checksum(content)
         if self._signer is not None:
             attributes[_SIGNATURE_KEY] = self._signer.sign(content)
@@ -118,7 +119,7 @@ class SessionCodec:
         """Our attributes, once they are known to be what their engine wrote."""
         own = _own_attributes(message)
         signature, sum_ = own.pop(_SIGNATURE_KEY, ""), own.pop(_CHECKSUM_KEY, "")
-        content = signed_content(message, own)
+        content = session_content(message, own)
         if self._signer is not None and not self._signer.matches(content, signature):
             raise Unauthenticated(
                 f"kv.session: its signature is {'wrong' if signature else 'absent'}; "
@@ -130,6 +131,21 @@ class SessionCodec:
         if sum_ != checksum(content):
             raise InvalidRequest(f"kv.session: {_CHECKSUM_KEY} does not fit; something was changed on the way")
         return own
+
+
+def session_content(message: pb.KvSessionRef, attributes: Mapping[str, str]) -> bytes:
+    """The bytes of a session that are signed.
+
+    Args:
+        message: its attributes are not read, since others may have added some.
+        attributes: ours, without the checksum and the signature.
+    """
+    fields = [message.session_id, message.transfer_backend, str(message.dp_rank), str(len(message.endpoints))]
+    for endpoint in message.endpoints:
+        fields += [endpoint.host, str(endpoint.port), endpoint.protocol]
+    for key in sorted(attributes):
+        fields += [key, attributes[key]]
+    return signed_content(_DOMAIN, fields)
 
 
 def seal(message: pb.KvSessionRef) -> SealedSession:
@@ -194,7 +210,7 @@ def _own_attributes(message: pb.KvSessionRef) -> dict[str, str]:
 def _session(message: pb.KvSessionRef, own: Mapping[str, str]) -> KvSession:
     if message.dp_rank:
         raise InvalidRequest(f"kv.session: dp_rank is {message.dp_rank}; engines have one rank, 0")
-    handle = KvHandle(
+    handle = Handle(
         session_id=_name("session_id", message.session_id),
         backend=_name("transfer_backend", message.transfer_backend),
         instance_id=_name("triptych_instance", _text(own, "triptych_instance")),

@@ -34,8 +34,11 @@ from triptych.core.errors import (
     ModelNotFound,
     Overloaded,
     PromptTooLong,
+    ReferenceMismatch,
+    ReferenceNotFound,
     RequestNotFound,
     RoleMismatch,
+    RowTransferFailed,
     SessionMismatch,
     TriptychError,
     Unauthenticated,
@@ -95,6 +98,9 @@ _CLASS_BY_KIND: dict[str, type[TriptychError]] = {
     "adapter_conflict": AdapterConflict,
     "wrong_state": WrongState,
     "session_mismatch": SessionMismatch,
+    "reference_mismatch": ReferenceMismatch,
+    "reference_not_found": ReferenceNotFound,
+    "row_transfer_failed": RowTransferFailed,
     "unauthenticated": Unauthenticated,
 }
 """Classes that share their code with another; a word counts only beside its class's code."""

@@ -9,7 +9,7 @@ renumbering. A client of v0.1.0 never sends any of this and an engine without an
   client   -> encoder:  Generate(encoder, media)            media in
   client   <- encoder:  EncoderReady(references)            terminal
   client   -> prefill:  Generate(encoder_cache=references)  no media
-  prefill  -> encoder:  Control.TransferEncoderCache        rows move
+  consumer -> encoder:  Control.TransferEncoderCache        what became of an output
   anybody  -> encoder:  Control.Abort(encoder_cache)        an unused output is released
 """
 
@@ -39,20 +39,20 @@ class _TransferOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trans
     TRANSFER_OUTCOME_UNSPECIFIED: _TransferOutcome.ValueType  # 0
     TRANSFER_OUTCOME_FINISHED: _TransferOutcome.ValueType  # 1
     TRANSFER_OUTCOME_NOT_STARTED: _TransferOutcome.ValueType  # 2
-    """Provably no write began: the consumer may free its memory and retry."""
+    """Provably nothing was moved: the output waits, and the consumer may free its memory and retry."""
     TRANSFER_OUTCOME_IN_PROGRESS: _TransferOutcome.ValueType  # 3
     TRANSFER_OUTCOME_FAILED: _TransferOutcome.ValueType  # 4
-    """A write began and did not complete; the destination is quiescent."""
+    """Nobody has the output, nor ever will: it was released, has expired, or a move of it did not complete."""
 
 class TransferOutcome(_TransferOutcome, metaclass=_TransferOutcomeEnumTypeWrapper): ...
 
 TRANSFER_OUTCOME_UNSPECIFIED: TransferOutcome.ValueType  # 0
 TRANSFER_OUTCOME_FINISHED: TransferOutcome.ValueType  # 1
 TRANSFER_OUTCOME_NOT_STARTED: TransferOutcome.ValueType  # 2
-"""Provably no write began: the consumer may free its memory and retry."""
+"""Provably nothing was moved: the output waits, and the consumer may free its memory and retry."""
 TRANSFER_OUTCOME_IN_PROGRESS: TransferOutcome.ValueType  # 3
 TRANSFER_OUTCOME_FAILED: TransferOutcome.ValueType  # 4
-"""A write began and did not complete; the destination is quiescent."""
+"""Nobody has the output, nor ever will: it was released, has expired, or a move of it did not complete."""
 Global___TransferOutcome: _TypeAlias = TransferOutcome  # noqa: Y015
 
 @_typing.final
@@ -79,7 +79,7 @@ Global___EncoderOptions: _TypeAlias = EncoderOptions  # noqa: Y015
 
 @_typing.final
 class EncoderCacheRef(_message.Message):
-    """The single-use name of encoder outputs. Opaque to everyone but its producer and one consumer."""
+    """The single-use name of one item's output. Opaque to everyone but its producer and one consumer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,7 +99,7 @@ class EncoderCacheRef(_message.Message):
     """The transport's own; at most 64 KiB with everything else in the reference."""
     expires_unix_nanos: _builtins.int
     plan: _builtins.bytes
-    """The portable part of the prompt plan for these items."""
+    """The portable part of the prompt plan for the item."""
     signature: _builtins.bytes
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.KvEndpoint]:
@@ -161,7 +161,7 @@ class TransferEncoderCacheRequest(_message.Message):
     """Chosen by the consumer. Asking again under the same id tells the outcome."""
     consumer_instance_id: _builtins.str
     receiver: _builtins.bytes
-    """The transport's description of the registered destination."""
+    """The transport's description of the registered destination; empty where the consumer reads."""
     @_builtins.property
     def encoder_cache(self) -> Global___EncoderCacheRef: ...
     def __init__(

@@ -1,10 +1,11 @@
-"""What proves a session whole, and what proves whose it is.
+"""What proves a session or a reference whole, and what proves whose it is.
 
     checksum    SHA-256, always there     a bit that fell over on the way is an error and not another token
-    signature   HMAC-SHA256, by a secret  who does not know the secret cannot make a session, nor change one
+    signature   HMAC-SHA256, by a secret  who does not know the secret cannot make one, nor change one
 
-Both are over the same bytes: every string that is ours with its length before it, endpoints and all. HMAC-SHA256 is in
-the standard library, over OpenSSL, and takes a secret of any length.
+Both are over the same bytes: the domain, then every field that is ours with its length before it, endpoints and all.
+Sessions and references have domains of their own, so that what is signed as the one never passes for the other.
+HMAC-SHA256 is in the standard library, over OpenSSL, and takes a secret of any length.
 """
 
 from __future__ import annotations
@@ -16,30 +17,17 @@ from typing import TYPE_CHECKING
 from triptych.core.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from triptych.wire.gen import kv_pb2 as pb
+    from collections.abc import Iterable
 
 MIN_SECRET_BYTES = 16
 """Whoever sees one session can try shorter secrets at leisure."""
-_DOMAIN = "triptych.session.v1"
 
 
-def signed_content(message: pb.KvSessionRef, attributes: Mapping[str, str]) -> bytes:
-    """The bytes that are signed: no two sessions have the same.
-
-    Args:
-        message: its attributes are not read, since others may have added some.
-        attributes: ours, without the checksum and the signature.
-    """
-    fields = [_DOMAIN, message.session_id, message.transfer_backend, str(message.dp_rank), str(len(message.endpoints))]
-    for endpoint in message.endpoints:
-        fields += [endpoint.host, str(endpoint.port), endpoint.protocol]
-    for key in sorted(attributes):
-        fields += [key, attributes[key]]
+def signed_content(domain: str, fields: Iterable[str | bytes]) -> bytes:
+    """The bytes that are signed: no two domains or lists of fields have the same."""
     content = bytearray()
-    for field in fields:
-        data = field.encode()
+    for field in (domain, *fields):
+        data = field.encode() if isinstance(field, str) else field
         content += len(data).to_bytes(8, "little")
         content += data
     return bytes(content)
@@ -50,13 +38,13 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-class SessionSigner:
+class HandoffSigner:
     """Signs with one secret, and shows it to nobody."""
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: str) -> None:
-        """``secret`` is the same on all engines that hand sessions to each other.
+        """``secret`` is the same on all engines that hand sessions or references to each other.
 
         Raises:
             StartupError: it is too short to be one.

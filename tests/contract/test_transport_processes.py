@@ -1,23 +1,35 @@
-"""The two sides of a KV transport in two processes, either of which may be killed at any moment."""
+"""The two sides of a transport in two processes, either of which may be killed at any moment."""
 
 from __future__ import annotations
 
 import random
 import threading
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from tests.contract.kv_peer import Peer, to_json
-from tests.contract.kv_transports import LARGE, Fetching, KvTransport, make_pool, rows, sides, straight, wait_until
-from triptych.transport.contract import FetchOutcome, SessionEvent
+from tests.contract.peer import Peer, to_json
+from tests.contract.transports import (
+    LARGE,
+    LARGE_ROWS,
+    BlockLayout,
+    Fetching,
+    TransportRow,
+    make_pool,
+    rows,
+    sides,
+    straight,
+    wait_until,
+)
+from triptych.transport.contract import FetchOutcome, SessionEvent, SessionState
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.contract.kv_transports import Sides
+    from tests.contract.transports import Sides
+    from triptych.core.handles import Handle
 
 BLOCKS = 96
 """24 MiB: long enough to be killed in the middle of it."""
@@ -27,11 +39,22 @@ pytestmark = pytest.mark.parametrize("transport", rows(processes=True))
 rounds = pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 
 
-def check_bytes(fetching: Fetching, blocks: list[int]) -> None:
+def check_bytes(fetching: Fetching, blocks: list[int], layout: BlockLayout = LARGE) -> None:
     """If it says that it has them, it has those of the peer's pool."""
     if fetching.wait() is FetchOutcome.FINISHED:
-        memory = make_pool(LARGE, BLOCKS, 1).memory
+        memory = make_pool(layout, BLOCKS, 1).memory
         assert fetching.held == {index: memory[block].tobytes() for index, block in enumerate(blocks)}
+
+
+def check_inherited(both: Sides, handle: Handle[Any]) -> None:
+    """A killed consumer had it, or did not have it yet, or was done with it."""
+    waits = both.wait_for_return(handle) is SessionState.WAITING
+    if not waits:
+        both.told.wait(handle.session_id, SessionEvent.TAKEN)
+    assert waits is not both.told.has(handle.session_id, SessionEvent.TAKEN)
+    both.target.memory[:] = 0
+    assert both.take(handle, straight(BLOCKS)) is (FetchOutcome.FINISHED if waits else FetchOutcome.GONE)
+    assert not waits or np.array_equal(both.target.memory, both.source.memory)
 
 
 def check_others(both: Sides) -> None:
@@ -42,21 +65,23 @@ def check_others(both: Sides) -> None:
     assert np.array_equal(both.target.memory, before)
 
 
-def test_from_another_process(transport: KvTransport, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [LARGE, LARGE_ROWS], ids=["kv", "rows"])
+def test_from_another_process(transport: TransportRow, tmp_path: Path, layout: BlockLayout) -> None:
     blocks = random.Random(SEED).sample(range(BLOCKS), BLOCKS)
     with (
-        sides(transport, tmp_path, LARGE, BLOCKS) as both,
-        Peer("producer", transport.name, both.place, BLOCKS) as peer,
+        sides(transport, tmp_path, layout, BLOCKS) as both,
+        Peer("producer", transport.name, both.place, BLOCKS, layout) as peer,
     ):
         handle = peer.offer("first", blocks)
+        assert handle.layout == layout
         fetching = both.fetch(handle, straight(BLOCKS))
         assert fetching.wait() is FetchOutcome.FINISHED
-        check_bytes(fetching, blocks)
+        check_bytes(fetching, blocks, layout)
         assert both.take(handle, straight(BLOCKS)) is FetchOutcome.GONE
         peer.end()
 
 
-def test_to_another_process(transport: KvTransport, tmp_path: Path) -> None:
+def test_to_another_process(transport: TransportRow, tmp_path: Path) -> None:
     with (
         sides(transport, tmp_path, LARGE, BLOCKS) as both,
         Peer("consumer", transport.name, both.place, BLOCKS) as peer,
@@ -71,7 +96,7 @@ def test_to_another_process(transport: KvTransport, tmp_path: Path) -> None:
 
 
 @rounds
-def test_the_producer_is_killed(transport: KvTransport, tmp_path: Path, rounds: int) -> None:
+def test_the_producer_is_killed(transport: TransportRow, tmp_path: Path, rounds: int) -> None:
     rng = random.Random(SEED + rounds)
     blocks = list(range(BLOCKS))
     with sides(transport, tmp_path, LARGE, BLOCKS) as both:
@@ -97,7 +122,7 @@ def test_the_producer_is_killed(transport: KvTransport, tmp_path: Path, rounds: 
 
 
 @rounds
-def test_the_consumer_is_killed(transport: KvTransport, tmp_path: Path, rounds: int) -> None:
+def test_the_consumer_is_killed(transport: TransportRow, tmp_path: Path, rounds: int) -> None:
     rng = random.Random(SEED + rounds)
     with sides(transport, tmp_path, LARGE, BLOCKS) as both:
         before = set(transport.leftovers(both.place))
@@ -113,6 +138,8 @@ def test_the_consumer_is_killed(transport: KvTransport, tmp_path: Path, rounds: 
                 peer.kill()
                 if moment == "before":
                     assert both.take(handle, straight(BLOCKS)) is FetchOutcome.FINISHED
+                if moment == "during" and transport.inherits:
+                    check_inherited(both, handle)
                 both.publisher.withdraw(handle.session_id)
                 both.told.wait(handle.session_id, SessionEvent.FREE)
                 check_others(both)

@@ -1,8 +1,8 @@
-"""One side of a KV transport in a process of its own, which a test drives and ends as it likes.
+"""One side of a transport in a process of its own, which a test drives and ends as it likes.
 
-    python -m tests.contract.kv_peer producer|consumer TRANSPORT PLACE BLOCKS
+    python -m tests.contract.peer producer|consumer TRANSPORT PLACE BLOCKS LAYOUT
 
-Commands come as lines of JSON on stdin, answers go as lines of JSON to stdout. Pools are ``LARGE`` and have the
+Commands come as lines of JSON on stdin, answers go as lines of JSON to stdout. LAYOUT is one in JSON. Pools have the
 seeds of ``Sides``.
 """
 
@@ -19,13 +19,14 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.contract.kv_transports import LARGE, PATIENCE, TRANSPORTS, Fetching, make_pool
-from triptych.core.handles import KvHandle, KvLayout
+from tests.contract.transports import LARGE, PATIENCE, TRANSPORTS, Fetching, make_pool
+from triptych.core.handles import Handle, KvLayout, RowLayout
 from triptych.transport.contract import Move
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.contract.transports import BlockLayout
     from triptych.transport.contract import SessionEvent
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +35,10 @@ ROOT = Path(__file__).parents[2]
 class Peer:
     """The test's end."""
 
-    def __init__(self, side: str, transport: str, place: str, blocks: int) -> None:
+    def __init__(self, side: str, transport: str, place: str, blocks: int, layout: BlockLayout = LARGE) -> None:
+        fields = json.dumps(dataclasses.asdict(layout))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.kv_peer", side, transport, place, str(blocks)],
+            [sys.executable, "-m", "tests.contract.peer", side, transport, place, str(blocks), fields],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -61,7 +63,7 @@ class Peer:
         assert line, "the peer has ended"
         return json.loads(line)
 
-    def offer(self, session_id: str, blocks: list[int]) -> KvHandle:
+    def offer(self, session_id: str, blocks: list[int]) -> Handle[Any]:
         self.say("offer", session_id, blocks)
         return from_json(self.answer())
 
@@ -84,12 +86,16 @@ class Peer:
                 pipe.close()
 
 
-def to_json(handle: KvHandle) -> dict[str, Any]:
+def to_json(handle: Handle[Any]) -> dict[str, Any]:
     return {**dataclasses.asdict(handle), "state": base64.b64encode(handle.state).decode()}
 
 
-def from_json(fields: dict[str, Any]) -> KvHandle:
-    return KvHandle(**{**fields, "layout": KvLayout(**fields["layout"]), "state": base64.b64decode(fields["state"])})
+def from_json(fields: dict[str, Any]) -> Handle[Any]:
+    return Handle(**{**fields, "layout": layout_of(fields["layout"]), "state": base64.b64decode(fields["state"])})
+
+
+def layout_of(fields: dict[str, Any]) -> BlockLayout:
+    return KvLayout(**fields) if "layers" in fields else RowLayout(**fields)
 
 
 def _say(answer: Any) -> None:
@@ -104,12 +110,12 @@ def _commands() -> Iterator[tuple[str, list[Any]]]:
         yield verb, arguments
 
 
-def _produce(transport: str, place: str, blocks: int) -> None:
+def _produce(transport: str, place: str, blocks: int, layout: BlockLayout) -> None:
     def tell(session_id: str, event: SessionEvent) -> None:
         del session_id, event
 
     row = TRANSPORTS[transport]
-    publisher = row.publisher(place, make_pool(LARGE, blocks, 1), uuid.uuid4().hex, tell)
+    publisher = row.publisher(place, make_pool(layout, blocks, 1), uuid.uuid4().hex, tell)
     for verb, arguments in _commands():
         session_id = arguments[0]
         if verb == "offer":
@@ -120,9 +126,9 @@ def _produce(transport: str, place: str, blocks: int) -> None:
     publisher.close()
 
 
-def _consume(transport: str, place: str, blocks: int) -> None:
+def _consume(transport: str, place: str, blocks: int, layout: BlockLayout) -> None:
     row = TRANSPORTS[transport]
-    pool = make_pool(LARGE, blocks, 2)
+    pool = make_pool(layout, blocks, 2)
     fetcher = row.fetcher(place, pool, uuid.uuid4().hex)
     for verb, arguments in _commands():
         if verb == "fetch":
@@ -135,4 +141,4 @@ def _consume(transport: str, place: str, blocks: int) -> None:
 
 if __name__ == "__main__":
     sides = {"producer": _produce, "consumer": _consume}
-    sides[sys.argv[1]](sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    sides[sys.argv[1]](sys.argv[2], sys.argv[3], int(sys.argv[4]), layout_of(json.loads(sys.argv[5])))

@@ -1,10 +1,10 @@
-"""The answer of a request that ends with its prompt: perhaps the prompt's log probabilities, then one ``PrefillReady``.
+"""The answer of a request that other engines go on from: perhaps the prompt's log probabilities, then one event.
 
-    running    the engine computes
-    ready      the session is there, and its lease runs; nobody has read of it
+    running    the engine computes the request's parts: outputs of a prompt, or media items
+    ready      what is handed over is there, and its lease runs; nobody has read of it
     ended      it was read, or the request has failed or was cancelled
 
-Until it is read a session can be taken back: who leaves or aborts before that leaves nothing behind.
+Until it is read it can be taken back: who leaves or aborts before that leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.events import (
+    Encoded,
+    EncoderReady,
     EngineEvent,
     Event,
     Failed,
@@ -22,6 +24,7 @@ from triptych.core.events import (
     Prefilled,
     PrefillReady,
     Prompt,
+    RowsGone,
     Usage,
 )
 
@@ -32,26 +35,38 @@ if TYPE_CHECKING:
 
 _NOTHING = Usage(0, 0, 0)
 
+Part = Prefilled | Encoded | RowsGone
+"""How a part of a request ends when nothing went wrong."""
+Ready = PrefillReady | EncoderReady
 
-class Handoff(Protocol):
-    """One prompt's way to another engine."""
 
-    def hand_over(self, outputs: tuple[Prefilled, ...]) -> PrefillReady:
-        """Make the session, of all outputs in order, and begin its lease."""
+class Handover(Protocol):
+    """One request's way to another engine."""
+
+    def hand_over(self, parts: tuple[Part, ...]) -> Ready | None:
+        """What the request ends with, once all of its parts have ended, in their order; the leases begin.
+
+        None: not all is there. Its parts are computed again, and end again.
+        """
         ...
 
     def withdraw(self) -> None:
-        """Nobody shall take the session, whether there is one by now or not."""
+        """Nobody shall take anything of it, whether there is anything by now or not."""
+        ...
+
+    def reason(self, failed: Failed) -> TriptychError:
+        """Why a part has failed, in words that tell which one it is."""
         ...
 
 
-class PrefillAnswer:
+class HandoverAnswer:
     """Belongs to the event loop. ``push`` on one side, iteration on the other.
 
     Args:
         request_id: the client's.
-        serials: the engine's names for the outputs, in the order of their numbers.
-        handoff: what becomes of the prompt.
+        serials: the engine's names for the parts, in their order.
+        handover: what becomes of them.
+        outputs: how many ends there are when it is cancelled.
         token_text: see ``Answer.token_text``.
         abort: ends a request of the engine by its serial; one that is over, or was never begun, is no error.
         on_close: called when the caller leaves.
@@ -61,23 +76,25 @@ class PrefillAnswer:
         self,
         request_id: str,
         serials: tuple[str, ...],
-        handoff: Handoff,
+        handover: Handover,
         *,
+        outputs: int,
         token_text: Callable[[int], str] | None,
         abort: Callable[[str], None],
-        on_close: Callable[[PrefillAnswer], None],
+        on_close: Callable[[HandoverAnswer], None],
     ) -> None:
         self.request_id = request_id
         self.serials = serials
-        """The engine's names for the outputs."""
+        """The engine's names for the parts."""
         self.token_text = token_text
         self.ended = False
-        """Whether its end is certain: a session that nobody has read of can still be taken back."""
-        self._handoff = handoff
+        """Whether its end is certain: what nobody has read of can still be taken back."""
+        self._handover = handover
+        self._outputs = outputs
         self._abort = abort
         self._on_close = on_close
         self._given_up = False
-        self._outputs: dict[str, Prefilled | Finished] = {}
+        self._parts: dict[str, Part | Finished] = {}
         """How they ended, by serial; those that have."""
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
@@ -87,18 +104,18 @@ class PrefillAnswer:
         return not self.ended
 
     def push(self, event: EngineEvent) -> None:
-        """Take one event of the engine about one of the outputs; after the end nothing more is taken."""
-        if self.ended or event.request_id in self._outputs:
+        """Take one event of the engine about one of the parts; after the end nothing more is taken."""
+        if self.ended or event.request_id in self._parts:
             return
         match event:
             case Prompt():
                 self._put(Prompt(self.request_id, event.token_ids, event.logprobs))
-            case Prefilled() | Finished():
-                self._outputs[event.request_id] = event
-                if len(self._outputs) == len(self.serials):
+            case Prefilled() | Encoded() | RowsGone() | Finished():
+                self._parts[event.request_id] = event
+                if len(self._parts) == len(self.serials):
                     self._complete()
             case Failed():
-                self.fail(event.error)
+                self.fail(self._handover.reason(event))
 
     def fail(self, error: TriptychError) -> None:
         """End the request by an error."""
@@ -108,7 +125,7 @@ class PrefillAnswer:
     def cancel(self) -> None:
         """End every output."""
         if not self.ended:
-            last = len(self.serials) - 1
+            last = self._outputs - 1
             self._end(
                 *(
                     Finished(
@@ -117,18 +134,18 @@ class PrefillAnswer:
                         self._usage() if index == last else None,
                         output_index=index,
                     )
-                    for index in range(len(self.serials))
+                    for index in range(self._outputs)
                 )
             )
 
     def leave_engine(self) -> None:
         """Have the engine end what it still computes; the ends follow as events.
 
-        There will be no session, and one that nobody has read of is taken back.
+        Nothing will be handed over, and what nobody has read of is taken back.
         """
         self._given_up = True
         self._leave_engine()
-        if len(self._outputs) == len(self.serials):
+        if len(self._parts) == len(self.serials):
             self.cancel()
 
     def close(self) -> None:
@@ -137,31 +154,39 @@ class PrefillAnswer:
             self._end()
 
     def _complete(self) -> None:
-        outputs = tuple(self._outputs[serial] for serial in self.serials)
-        prefilled = tuple(output for output in outputs if isinstance(output, Prefilled))
-        if len(prefilled) == len(outputs) and not self._given_up:
-            self._put(self._handoff.hand_over(prefilled))
-        else:
+        ends = [self._parts[serial] for serial in self.serials]
+        parts = tuple(end for end in ends if not isinstance(end, Finished))
+        if len(parts) < len(ends) or self._given_up:
             self.cancel()
+            return
+        ready = self._handover.hand_over(parts)
+        if ready is None:
+            self._parts.clear()
+        else:
+            self._put(ready)
 
     def _end(self, *events: Event) -> None:
-        """Anything but a session: one that is ready is taken back."""
+        """Anything but a hand-over: one that is ready is taken back."""
         self.ended = True
-        if self._events and isinstance(self._events[-1], PrefillReady):
+        if self._events and isinstance(self._events[-1], Ready):
             self._events.pop()
-        self._leave_engine()  # before the session goes: the engine may still add to it
-        self._handoff.withdraw()
+        self._leave_engine()  # before the rest goes: the engine may still add to it
+        self._handover.withdraw()
         self._events += events
         self._arrived.set()
 
     def _leave_engine(self) -> None:
         for serial in self.serials:
-            if serial not in self._outputs:
+            if serial not in self._parts:
                 self._abort(serial)
 
     def _usage(self) -> Usage:
-        """Of all outputs: the prompt was computed once, by the first."""
-        usages = {serial: output.usage or _NOTHING for serial, output in self._outputs.items()}
+        """Of all outputs: the prompt was computed once, by the first. Media that are encoded use no tokens."""
+        usages = {
+            serial: end.usage or _NOTHING
+            for serial, end in self._parts.items()
+            if isinstance(end, Prefilled | Finished)
+        }
         leader = usages.get(self.serials[0], _NOTHING)
         completion = sum(usage.completion_tokens for usage in usages.values())
         return Usage(leader.prompt_tokens, completion, leader.cached_prompt_tokens)
@@ -170,7 +195,7 @@ class PrefillAnswer:
         self._events.append(event)
         self._arrived.set()
 
-    def __aiter__(self) -> PrefillAnswer:
+    def __aiter__(self) -> HandoverAnswer:
         """Itself."""
         return self
 
@@ -182,10 +207,10 @@ class PrefillAnswer:
             self._arrived.clear()
             await self._arrived.wait()
         event = self._events.popleft()
-        if isinstance(event, PrefillReady):
+        if isinstance(event, Ready):
             self.ended = True
         return event
 
     async def aclose(self) -> None:
-        """Take the session back if nobody has read of it, and free the id. Never waits."""
+        """Take back what nobody has read of, and free the id. Never waits."""
         self._on_close(self)

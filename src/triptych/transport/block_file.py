@@ -1,7 +1,7 @@
-"""The file of one KV session: its blocks in prompt order, then what they must be.
+"""The file of one session: its blocks in order, then what they must be.
 
     blocks x block_bytes              as they lie in a pool
-    head                              magic, format, digest size, blocks, block_bytes, identity of the session
+    head                              magic, format, digest size, blocks, block_bytes, identity of session and layout
     blocks x DIGEST_BYTES             BLAKE3 of every block
     32 bytes                          BLAKE3 of head and digests
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.handles import KvHandle
+    from triptych.core.handles import Handle
     from triptych.transport.contract import Move
 
     Bytes = npt.NDArray[np.uint8]
@@ -36,8 +36,8 @@ MAX_VIEWS = 512
 """Buffers of one system call; every system takes 1024."""
 DIGEST_BYTES = 16
 
-_MAGIC = b"TriptyKV"
-_FORMAT = 1
+_MAGIC = b"TriptBlk"
+_FORMAT = 2
 _HEAD = struct.Struct("<8sIIQQ32s")
 _SEAL_BYTES = 32
 
@@ -50,7 +50,7 @@ class StrangeFile(Internal):
     """The file is whole, but it is not what the handle names."""
 
 
-class KvFileWriter:
+class BlockFileWriter:
     """Appends blocks of a pool to an empty file."""
 
     def __init__(self, descriptor: int, memory: Bytes) -> None:
@@ -70,7 +70,7 @@ class KvFileWriter:
             self._digests += blake3(self._memory[block]).digest(DIGEST_BYTES)
         self._write(_views(self._memory, blocks))
 
-    def finish(self, handle: KvHandle) -> None:
+    def finish(self, handle: Handle[Any]) -> None:
         """All blocks of ``handle`` are there.
 
         Raises:
@@ -84,10 +84,10 @@ class KvFileWriter:
         self._end += _transfer(os.pwritev, self._descriptor, views, self._end)
 
 
-class KvFileReader:
+class BlockFileReader:
     """Copies blocks of a file into a pool."""
 
-    def __init__(self, descriptor: int, handle: KvHandle) -> None:
+    def __init__(self, descriptor: int, handle: Handle[Any]) -> None:
         """Read the end of the file behind ``descriptor``, which stays the caller's.
 
         Raises:
@@ -133,29 +133,11 @@ class KvFileReader:
             raise DamagedFile(f"it ends at byte {offset + got}")
 
 
-def write_receipt(descriptor: int, key: bytes) -> None:
-    """Mark a file, before it loses its name, as one whose consumer has everything.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    os.pwrite(descriptor, key, 0)
-
-
-def has_receipt(descriptor: int, key: bytes) -> bool:
-    """Whether that was done; nobody who writes KV knows the key."""
-    return os.pread(descriptor, len(key), 0) == key
-
-
-def _head(handle: KvHandle) -> bytes:
+def _head(handle: Handle[Any]) -> bytes:
     layout = handle.layout
     identity = blake3()
-    for part in (
-        handle.session_id,
-        handle.instance_id,
-        *(layout.layers, layout.kv_heads, layout.head_size, layout.block_size, layout.itemsize, layout.dtype),
-    ):
-        data = str(part).encode()
+    for part in (handle.session_id, handle.instance_id, layout.label):
+        data = part.encode()
         identity.update(len(data).to_bytes(8, "little") + data)
     return _HEAD.pack(_MAGIC, _FORMAT, DIGEST_BYTES, handle.blocks, layout.block_bytes, identity.digest())
 

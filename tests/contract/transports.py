@@ -1,4 +1,4 @@
-"""The KV transports that the suite runs over, and what it needs to drive one. A new transport is one more row."""
+"""The transports that the suite runs over, and what it needs to drive one. A new transport is one more row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from triptych.core.handles import KvLayout
-from triptych.transport.contract import FetchOutcome, KvPool, Move, SessionEvent
+from triptych.core.handles import KvLayout, RowLayout
+from triptych.transport.contract import BlockMemory, FetchOutcome, Move, SessionEvent, SessionState
 from triptych.transport.memory import MemoryExchange, MemoryFetcher, MemoryPublisher
 from triptych.transport.nixl_agent import NixlOptions
 from triptych.transport.nixl_fetcher import NixlFetcher
@@ -26,8 +26,8 @@ from triptych.transport.shared_dir_publisher import SharedDirLimits, SharedDirPu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from triptych.core.handles import KvHandle
-    from triptych.transport.contract import Fetch, FetchResult, KvFetcher, KvPublisher
+    from triptych.core.handles import Handle
+    from triptych.transport.contract import Fetch, Fetcher, FetchResult, Publisher
 
     Tell = Callable[[str, SessionEvent], None]
 
@@ -38,23 +38,31 @@ SMALL = KvLayout(layers=2, kv_heads=2, head_size=8, block_size=4, dtype="float32
 """1 KiB a block."""
 LARGE = KvLayout(layers=4, kv_heads=8, head_size=64, block_size=16, dtype="float32", itemsize=4)
 """256 KiB a block."""
+SMALL_ROWS = RowLayout(SMALL.block_bytes)
+LARGE_ROWS = RowLayout(2**16)
+
+BlockLayout = KvLayout | RowLayout
+ANY_LAYOUT = pytest.mark.parametrize("layout", [SMALL, SMALL_ROWS], ids=["kv", "rows"])
+"""Transports know no difference: a few tests show it."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvTransport:
+class TransportRow:
     """How one implementation is built."""
 
     name: str
     place: Callable[[Path], Any]
     """What both sides are given, from a directory that is the test's own. Text, where ``processes`` is set."""
-    publisher: Callable[[Any, KvPool, str, Tell], KvPublisher]
+    publisher: Callable[[Any, BlockMemory, str, Tell], Publisher]
     """From the place, the pool, the instance id and ``tell``."""
-    fetcher: Callable[[Any, KvPool, str], KvFetcher]
+    fetcher: Callable[[Any, BlockMemory, str], Fetcher]
     """From the place, the pool and the instance id."""
     leftovers: Callable[[Any], Sequence[str]]
     """What is still in the place after both sides were closed; nothing should be."""
     processes: bool
     """Whether the sides may be two processes."""
+    inherits: bool = False
+    """Whether what a killed consumer was taking can be taken again before it is withdrawn."""
     usable: Callable[[], bool] = lambda: True
     """Whether what it needs is installed."""
 
@@ -66,7 +74,7 @@ def _listing(place: str) -> list[str]:
 TRANSPORTS = {
     row.name: row
     for row in (
-        KvTransport(
+        TransportRow(
             name="memory",
             place=lambda _: MemoryExchange(),
             publisher=lambda place, pool, instance, tell: MemoryPublisher(pool, instance, tell, place),
@@ -74,7 +82,7 @@ TRANSPORTS = {
             leftovers=lambda place: [str(key) for key in place.sessions],
             processes=False,
         ),
-        KvTransport(
+        TransportRow(
             name="shared-dir",
             place=lambda directory: str(directory / "kv"),
             publisher=lambda place, pool, instance, tell: SharedDirPublisher(
@@ -83,8 +91,9 @@ TRANSPORTS = {
             fetcher=lambda place, pool, instance: SharedDirFetcher(pool, instance, Path(place), ORPHAN_SECONDS),
             leftovers=_listing,
             processes=True,
+            inherits=True,
         ),
-        KvTransport(
+        TransportRow(
             name="nixl",
             place=lambda directory: f"secret of {directory}",
             publisher=lambda place, pool, instance, tell: NixlPublisher(
@@ -113,11 +122,11 @@ def straight(blocks: int) -> list[Move]:
     return [Move(index, index) for index in range(blocks)]
 
 
-def make_pool(layout: KvLayout, blocks: int, seed: int) -> KvPool:
+def make_pool(layout: BlockLayout, blocks: int, seed: int) -> BlockMemory:
     """A pool of random bytes: no two blocks are alike, and no two seeds."""
     rng = np.random.default_rng(seed)
     memory = rng.integers(0, 256, (blocks, layout.block_bytes), dtype=np.uint8)
-    return KvPool(layout, memory, np.zeros(blocks, np.int64))
+    return BlockMemory(layout, memory, np.zeros(blocks, np.int64))
 
 
 class Told:
@@ -153,7 +162,7 @@ class Fetching:
 
     MARK = 0xEE
 
-    def __init__(self, fetcher: KvFetcher, pool: KvPool) -> None:
+    def __init__(self, fetcher: Fetcher, pool: BlockMemory) -> None:
         self.wrong: list[str] = []
         self.result: FetchResult | None = None
         self.held: dict[int, bytes] = {}
@@ -165,7 +174,9 @@ class Fetching:
         self._fetch: Fetch | None = None
         self._marks = False
 
-    def start(self, handle: KvHandle, moves: Sequence[Move], seconds: float = PATIENCE, *, marks: bool = False) -> None:
+    def start(
+        self, handle: Handle[Any], moves: Sequence[Move], seconds: float = PATIENCE, *, marks: bool = False
+    ) -> None:
         self._moves, self._marks = moves, marks
         self._fetch = self._fetcher.fetch(handle, moves, seconds, self._done)
 
@@ -202,7 +213,7 @@ class Fetching:
 class Sides:
     """A producer and a consumer of one transport."""
 
-    def __init__(self, transport: KvTransport, place: Any, layout: KvLayout, blocks: int) -> None:
+    def __init__(self, transport: TransportRow, place: Any, layout: BlockLayout, blocks: int) -> None:
         self.transport = transport
         self.place = place
         self.told = Told()
@@ -220,26 +231,33 @@ class Sides:
         self.opened.append(session_id)
         return session_id
 
-    def offer(self, blocks: Sequence[int]) -> KvHandle:
+    def offer(self, blocks: Sequence[int]) -> Handle[Any]:
         """A sealed session of these blocks."""
         session_id = self.open()
         self.publisher.publish(session_id, blocks)
         return self.publisher.seal(session_id)
 
-    def fetch(self, handle: KvHandle, moves: Sequence[Move], **more: Any) -> Fetching:
+    def fetch(self, handle: Handle[Any], moves: Sequence[Move], **more: Any) -> Fetching:
         self.fetcher.check(handle)
         fetching = Fetching(self.fetcher, self.target)
         self.fetches.append(fetching)
         fetching.start(handle, moves, **more)
         return fetching
 
-    def take(self, handle: KvHandle, moves: Sequence[Move], **more: Any) -> FetchOutcome:
+    def take(self, handle: Handle[Any], moves: Sequence[Move], **more: Any) -> FetchOutcome:
         return self.fetch(handle, moves, **more).wait()
+
+    def wait_for_return(self, handle: Handle[Any]) -> SessionState:
+        """How the session stands once nobody is taking it."""
+        wait_until(lambda: self.publisher.state(handle.session_id) is not SessionState.TAKING, "it never came back")
+        return self.publisher.state(handle.session_id)
 
     def settled(self) -> bool:
         """Whether both hold nothing any more."""
         produced, consumed = self.publisher.statistics(), self.fetcher.statistics()
-        return not (produced["sessions"] or produced["bytes"] or consumed["fetches"] or consumed["bytes"])
+        held = [produced[name] for name in ("sessions", "bytes")]
+        held += [consumed[name] for name in ("fetches", "bytes", "overdue", "overdue_bytes")]
+        return not any(held)
 
     def close(self, *, consumer_first: bool = True) -> None:
         """Close both, and check what holds whatever happened before."""
@@ -258,7 +276,7 @@ class Sides:
 
 
 @contextlib.contextmanager
-def sides(transport: KvTransport, directory: Path, layout: KvLayout = SMALL, blocks: int = 8) -> Iterator[Sides]:
+def sides(transport: TransportRow, directory: Path, layout: BlockLayout = SMALL, blocks: int = 8) -> Iterator[Sides]:
     """Both sides for the length of a test, and the checks at its end if it gets there."""
     both = Sides(transport, transport.place(directory), layout, blocks)
     try:

@@ -6,18 +6,27 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests.contract.kv_transports import SMALL, Fetching, KvTransport, Sides, rows, wait_until
-from triptych.transport.contract import FetchOutcome, Move, SessionEvent
+from tests.contract.transports import (
+    SMALL,
+    SMALL_ROWS,
+    BlockLayout,
+    Fetching,
+    Sides,
+    TransportRow,
+    rows,
+    wait_until,
+)
+from triptych.transport.contract import FetchOutcome, Move, SessionEvent, SessionState
 
 if TYPE_CHECKING:
-    from triptych.core.handles import KvHandle
+    from triptych.core.handles import Handle
 
 BLOCKS = 24
 
@@ -30,7 +39,7 @@ class Model:
     blocks: list[int] = field(default_factory=list)
     content: list[bytes] = field(default_factory=list)
     """What the blocks held when they were published."""
-    handle: KvHandle | None = None
+    handle: Handle[Any] | None = None
     withdrawn: bool = False
     reused: bool = False
     """The blocks were given to other content."""
@@ -40,25 +49,29 @@ class Model:
     cancelled: bool = False
 
 
-def machine(transport: KvTransport) -> type[RuleBasedStateMachine]:
+def machine(transport: TransportRow) -> type[RuleBasedStateMachine]:
     """The machine for one transport."""
 
-    class Machine(KvMachine):
+    class Machine(SessionMachine):
         def __init__(self) -> None:
             super().__init__(transport)
 
     return Machine
 
 
-class KvMachine(RuleBasedStateMachine):
-    def __init__(self, transport: KvTransport) -> None:
+class SessionMachine(RuleBasedStateMachine):
+    def __init__(self, transport: TransportRow) -> None:
         super().__init__()
+        self.transport = transport
         self.directory = tempfile.TemporaryDirectory()
-        self.both = Sides(transport, transport.place(Path(self.directory.name)), SMALL, BLOCKS)
         self.models: list[Model] = []
         self.free_sources = list(range(BLOCKS))
         self.targets: dict[int, Fetching | None] = dict.fromkeys(range(BLOCKS))
         """Who writes into which of the consumer's blocks."""
+
+    @initialize(layout=st.sampled_from([SMALL, SMALL_ROWS]))
+    def begin(self, layout: BlockLayout) -> None:
+        self.both = Sides(self.transport, self.transport.place(Path(self.directory.name)), layout, BLOCKS)
 
     def of(self, choice: int, *, sealed: bool) -> Model | None:
         """One of the sessions, if there is any."""
@@ -99,6 +112,10 @@ class KvMachine(RuleBasedStateMachine):
         if model is None:
             return
         assert model.handle is not None
+        self.begin_fetch(model, seed)
+
+    def begin_fetch(self, model: Model, seed: int) -> Fetching:
+        assert model.handle is not None
         random = Random(seed)  # how much is drawn depends on who is faster, so hypothesis must not draw it
         places = [target for target, owner in self.targets.items() if owner is None or owner.ended]
         random.shuffle(places)
@@ -113,6 +130,7 @@ class KvMachine(RuleBasedStateMachine):
         model.fetches.append(fetching)
         if model.withdrawn:
             model.late.append(fetching)
+        return fetching
 
     @rule(choice=st.integers(0, 99))
     def cancel(self, choice: int) -> None:
@@ -138,9 +156,13 @@ class KvMachine(RuleBasedStateMachine):
         self.check_fetches()
 
     def check_fetches(self) -> None:
-        """Wait for all of them. One fetch a session brings its bytes; the others nothing."""
+        """Wait for all of them. One fetch a session brings its bytes; what all the others gave back can be had."""
         for model in self.models:
             ends = [each.wait() for each in model.fetches]
+            if model.cancelled and not model.withdrawn and FetchOutcome.FINISHED not in ends:
+                assert model.handle is not None
+                assert self.both.wait_for_return(model.handle) is SessionState.WAITING
+                assert self.begin_fetch(model, len(ends)).wait() is FetchOutcome.FINISHED
             finished = [each for each in model.fetches if each.wait() is FetchOutcome.FINISHED]
             assert len(finished) <= 1
             for fetching in finished:
@@ -169,11 +191,11 @@ class KvMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("transport", rows())
-def test_sessions_in_every_order(transport: KvTransport) -> None:
+def test_sessions_in_every_order(transport: TransportRow) -> None:
     run_state_machine_as_test(machine(transport), settings=settings(max_examples=40, stateful_step_count=40))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", rows())
-def test_sessions_in_every_order_at_length(transport: KvTransport) -> None:
+def test_sessions_in_every_order_at_length(transport: TransportRow) -> None:
     run_state_machine_as_test(machine(transport), settings=settings(max_examples=600, stateful_step_count=80))

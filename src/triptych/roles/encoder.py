@@ -1,0 +1,278 @@
+"""The encoder role: one process turns media into rows, and others compute prompts with them.
+
+    accept     validate, take the id and a place in line for media, hand back an Answer
+    open       read each item; one that was encoded before is not opened, any other is decoded and patched
+    submit     into the engine's queue, one request an item, each under the name of a new output
+               (the engine encodes what it has no rows of, and publishes the rows)
+    push       where each item's rows lie; or that rows are gone which were to be there: open all, submit once more
+    lease      from then on their time runs, whoever has read of them      -> EncoderReady
+
+There is no language model here, and rows are the same whatever is asked about a picture. So a request may be the very
+one that the other engines get: how it shall be answered, in how many outputs, with which adapter, is not looked at. Of
+its prompt only the markers are. ``priority`` and ``cache.salt`` mean here what they mean there.
+
+All items are handed over together or none is.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from triptych.core.encoded import EncodedItem, EncoderReference
+from triptych.core.encoder_input import EncoderInput
+from triptych.core.errors import Cancelled, Internal, InvalidRequest, Overloaded, RoleMismatch
+from triptych.core.events import Encoded, EncoderReady, Span
+from triptych.core.logprobs import LogprobOptions
+from triptych.core.request import EncodeRequest, Sampling, Stopping
+from triptych.media.limits import RequestBudget
+from triptych.roles.handover_answer import HandoverAnswer
+from triptych.roles.timeline import in_unix_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from triptych.core.errors import TriptychError
+    from triptych.core.events import Failed
+    from triptych.core.layout import ItemLayout
+    from triptych.core.request import GenerateRequest
+    from triptych.engine.loop import EncodeEngine
+    from triptych.media.admission import Ticket
+    from triptych.roles.handover_answer import Part
+    from triptych.roles.intake import Intake
+    from triptych.roles.known_items import KnownItems
+    from triptych.roles.leases import Leases
+    from triptych.roles.live import LiveRequests
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What an engine's rows are like, and how they are handed over."""
+
+    backend: str
+    """The transport's name."""
+    row_bytes: int
+    """Of one row, all deepstack levels included."""
+    dtype: str
+    """Of the numbers in a row, as torch spells it, without its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes media for other engines. Implements ``roles.desk.Service``."""
+
+    intake: Intake
+    """Opens media."""
+    engine: EncodeEngine
+    """Encodes them; it has a publisher."""
+    live: LiveRequests
+    """Its requests."""
+    leases: Leases
+    """The outputs that are handed over."""
+    known: KnownItems
+    """What was encoded before."""
+    rows: RowFormat
+
+    async def accept(self, request: GenerateRequest) -> HandoverAnswer:
+        """Validate and admit; see ``Role.accept``."""
+        self._check(request)
+        begun = time.monotonic()
+        asked = _unanswered(request)
+        with self.live.arriving(asked, items=len(request.media)) as arrival:
+            await self.intake.validate(asked, begun)
+            arrival.go_on()
+            ticket = self.intake.admission.enter()
+            way = _Way(self, request, begun)
+            self.live.begin(way.answer, ticket, way.submit(ticket, partial(way.read, request)))
+        return way.answer
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.encode is None:
+            raise RoleMismatch(
+                "this engine encodes media for others and answers nothing itself: it has no language model; send the "
+                "request to an engine that computes prompts, and here only what asks for its media to be encoded "
+                "(encoder)"
+            )
+        if request.encode.backend not in ("", self.rows.backend):
+            raise InvalidRequest(
+                f"encoder.transfer_backend is {request.encode.backend[:80]!r}; this engine hands its outputs over by "
+                f"{self.rows.backend!r}"
+            )
+        if not request.media:
+            raise InvalidRequest(
+                "encoder asks for media to be encoded and the request has none; a prompt without media needs no encoder"
+            )
+
+
+class _Known(NamedTuple):
+    """An item that was encoded before: its rows are perhaps still cached."""
+
+    data: bytes
+    """The encoded file, to be opened if they are not."""
+    layout: ItemLayout
+
+
+_Found = _Known | EncoderInput
+"""An item as the engine gets it."""
+
+
+class _Way:
+    """One request's way to other engines. Implements ``roles.handover_answer.Handover``."""
+
+    def __init__(self, role: Encoder, request: GenerateRequest, begun: float) -> None:
+        self._role = role
+        self._priority = request.priority
+        self._begun = begun
+        """When the request came, in monotonic seconds."""
+        self._budget = RequestBudget(role.intake.frontend.limits)
+        """Of all that is opened. Belongs to the worker that opens it; there is one at a time."""
+        self._layouts: tuple[ItemLayout, ...] = ()
+        """Of the items that the engine has."""
+        self._names: tuple[str, ...] = ()
+        """Of their outputs, each of which no other of any engine has."""
+        self._unsure: tuple[_Found, ...] = ()
+        """The items, as long as the engine may need more of them: there is a known one among them."""
+        self._prepared: Span | None = None
+        """The time before the engine had the items, in monotonic seconds."""
+        self.answer = HandoverAnswer(
+            request.request_id,
+            role.live.serials(len(request.media)),
+            self,
+            outputs=1,
+            token_text=None,
+            abort=role.engine.abort,
+            on_close=role.live.close,
+        )
+
+    async def submit(self, ticket: Ticket, opening: Callable[[], tuple[_Found, ...]]) -> None:
+        """Have the items encoded that ``opening`` gives, which is called on a media worker at the ticket's turn."""
+        role, answer = self._role, self.answer
+        found = await role.intake.on_worker(ticket, opening)
+        if not answer.wanted():
+            return
+        self._prepared = Span("prepare", self._begun, time.monotonic())
+        names = tuple(uuid.uuid4().hex for _ in found)
+        role.engine.submit(
+            [
+                EncodeRequest(
+                    request_id=serial,
+                    layout=one.layout,
+                    input=one if isinstance(one, EncoderInput) else None,
+                    export=name,
+                    arrival=self._prepared.end,
+                    priority=self._priority,
+                )
+                for serial, one, name in zip(answer.serials, found, names, strict=True)
+            ]
+        )
+        self._layouts, self._names = tuple(one.layout for one in found), names
+        self._unsure = found if any(isinstance(one, _Known) for one in found) else ()
+        for layout in self._layouts:
+            role.known.remember(layout)
+
+    def read(self, request: GenerateRequest) -> tuple[_Found, ...]:
+        """All items, opened where they are not known; the same one once. Runs on a media worker."""
+        intake, known = self._role.intake, self._role.known
+        found: dict[bytes, _Found] = {}
+        keys = []
+        for index, item in enumerate(request.media):
+            self._go_on()
+            data, key = intake.read(index, item, request.cache.salt)
+            keys.append(key)
+            if key not in found:
+                layout = known.find(key)
+                if layout is None:
+                    found[key] = intake.decode(index, data, key, self._budget)
+                else:
+                    found[key] = _Known(data, layout)
+        return tuple(found[key] for key in keys)
+
+    def reopen(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
+        """The same items, all open; the same one once. Runs on a media worker."""
+        opened: dict[bytes, EncoderInput] = {}
+        for index, one in enumerate(found):
+            self._go_on()
+            key = one.layout.content_key
+            if isinstance(one, EncoderInput):
+                opened[key] = one
+            elif key not in opened:
+                opened[key] = self._role.intake.decode(index, one.data, key, self._budget)
+        return tuple(opened[one.layout.content_key] for one in found)
+
+    def _go_on(self) -> None:
+        if not self.answer.wanted():
+            raise Cancelled("ended during media preparation")
+
+    def hand_over(self, parts: tuple[Part, ...]) -> EncoderReady | None:
+        """The references, one for each item in order; their leases begin. None while an item must be opened."""
+        role, request_id = self._role, self.answer.request_id
+        encoded = tuple(part for part in parts if isinstance(part, Encoded))
+        if len(encoded) < len(parts):
+            self._submit_open()
+            return None
+        fingerprint = role.intake.frontend.processor.fingerprint
+        references = tuple(
+            EncoderReference(
+                EncodedItem(layout, part.handle, role.rows.row_bytes, role.rows.dtype),
+                fingerprint,
+                role.leases.grant(name, request_id),
+            )
+            for layout, part, name in zip(self._layouts, encoded, self._names, strict=True)
+        )
+        self._unsure = ()
+        spans = _together(span for part in encoded for span in part.spans)
+        return EncoderReady(
+            request_id, references, in_unix_seconds(spans if self._prepared is None else (self._prepared, *spans))
+        )
+
+    def _submit_open(self) -> None:
+        """Once more, and this time the engine needs nothing that it may not have any more."""
+        role, found = self._role, self._unsure
+        if not found:
+            raise Internal("the engine was given all media items to encode, and asks for them again")
+        self.withdraw()
+        try:
+            ticket = role.intake.admission.enter()
+        except Overloaded as error:
+            self.answer.fail(error)
+        else:
+            role.live.prepare(self.answer, ticket, self.submit(ticket, partial(self.reopen, found)))
+
+    def withdraw(self) -> None:
+        """Nobody shall take any of the outputs, whether there are any by now or not."""
+        for name in self._names:
+            self._role.leases.withdraw(name)
+        self._names, self._unsure = (), ()
+
+    def reason(self, failed: Failed) -> TriptychError:
+        """Why an item has failed; which of the request's it is, is not known in the engine."""
+        error = failed.error
+        if error is self._role.engine.failure:
+            return error  # of the engine as a whole
+        return type(error)(f"media item {self.answer.serials.index(failed.request_id)}: {error}")
+
+
+def _unanswered(request: GenerateRequest) -> GenerateRequest:
+    """The request without what is said about answers: other engines see to that."""
+    return replace(
+        request,
+        sampling=Sampling(),
+        stopping=Stopping(),
+        detokenize=False,
+        num_sequences=1,
+        logprobs=LogprobOptions(),
+        guide=None,
+        lora_name="",
+    )
+
+
+def _together(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The stages of several items as those of one: each from its first beginning to its last end."""
+    whole: dict[str, Span] = {}
+    for span in spans:
+        first = whole.setdefault(span.name, span)
+        whole[span.name] = Span(span.name, min(first.start, span.start), max(first.end, span.end))
+    return tuple(whole.values())
