@@ -73,7 +73,7 @@ def request(
         request_id=request_id,
         plan=PromptPlan(ids, layouts, PositionRule.LINEAR, 1, bytes(32)),
         positions=Positions(np.tile(np.arange(len(ids), dtype=np.int32), (axes, 1)), delta),
-        inputs=tuple(EncoderInput(layout, picture_patches(layout)) for layout in layouts),
+        inputs=tuple(picture_input(layout) for layout in layouts),
         sampling=sampling or Sampling(temperature=0),
         stopping=stopping or Stopping(max_tokens=8),
         eos_token_ids=frozenset(eos),
@@ -114,7 +114,14 @@ class FakeAdapter:
         return self.lora_id.to_bytes(32, "big")
 
 
-def picture_patches(layout: ItemLayout) -> np.ndarray:
-    """[encoder tokens, 1]: what the picture looks like, as one number a patch."""
-    number = int.from_bytes(layout.content_key, "big")
-    return np.full((layout.encoder_tokens, 1), float(number % (1 << 20)), np.float32)
+def picture_input(layout: ItemLayout) -> EncoderInput:
+    """Each patch is one row of four samples, which spell the picture's number."""
+    number = int.from_bytes(layout.content_key, "big") % (1 << 20)
+    spelt = np.frombuffer(number.to_bytes(4, "big"), np.uint8)
+    patches = np.broadcast_to(spelt, (layout.encoder_tokens, 1, 1, 1, 4))
+    return EncoderInput(layout, patches, np.zeros((1, 256), np.float32))
+
+
+def picture_number(given: EncoderInput) -> int:
+    """What the first patch spells."""
+    return int.from_bytes(given.patches[0].tobytes(), "big")

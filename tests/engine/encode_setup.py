@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from tests.engine.fakes import FakeTower, picture_rows, spec
-from tests.requests import item, picture_patches
+from tests.requests import item, picture_input
 from triptych.core.config import SchedulerConfig
-from triptych.core.encoder_input import EncoderInput
 from triptych.core.events import Encoded, Failed, Finished, RowsGone
 from triptych.core.handles import RowLayout
 from triptych.core.request import EncodeRequest
@@ -41,7 +40,7 @@ def asked(
     name: str, picture: int, rows: int = 6, *, cached: bool = False, arrival: float = 0.0, priority: int = 0
 ) -> EncodeRequest:
     layout = item(picture, (0, rows))
-    given = None if cached else EncoderInput(layout, picture_patches(layout))
+    given = None if cached else picture_input(layout)
     return EncodeRequest(name, layout, given, f"s {name}", arrival, priority)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tests.requests import EOS
+from tests.requests import EOS, picture_number
 from triptych.models.contract import KvCache, PackedBatch, TextSpec
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class FakeTower:
     """Whether a call for several returns one output less."""
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        pictures = [int(single.patches[0, 0]) for single in inputs]
+        pictures = [picture_number(single) for single in inputs]
         self.calls.append(pictures)
         if self.most_rows is not None and sum(single.layout.rows for single in inputs) > self.most_rows:
             raise OUT_OF_MEMORY

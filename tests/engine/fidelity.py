@@ -15,6 +15,7 @@ from tests.checkpoints import MODELS, token_ids
 from tests.engine.paged import Sequence
 from triptych.core.media import Picture
 from triptych.models.registry import load_model
+from triptych.models.vision.patches import patch_numbers
 from triptych.processors.registry import load_processor
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Pair:
         token_ids = torch.tensor([[*prompt.plan.token_ids.tolist(), *(answer or ())]])
         given = {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids)}
         if prompt.inputs:
-            given["pixel_values"] = torch.from_numpy(np.concatenate([entry.patches for entry in prompt.inputs]))
+            given["pixel_values"] = patch_numbers(prompt.inputs, 2, torch.device("cpu"), torch.float32)
             given["image_grid_thw"] = torch.tensor([tuple(entry.layout.grid) for entry in prompt.inputs])
         if self.ours.tower:
             given["mm_token_type_ids"] = (token_ids == self.ids["<|image_pad|>"]).long()

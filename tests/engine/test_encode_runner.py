@@ -11,6 +11,7 @@ import torch
 
 from tests.engine.encode_setup import LAYOUT, EncodeBench, asked, is_picture
 from tests.engine.fakes import FakeTower, picture_rows
+from tests.requests import picture_number
 from triptych.core.errors import Draining, Internal, Overloaded, StartupError
 from triptych.core.events import Encoded, RowsGone
 from triptych.core.handles import RowLayout
@@ -59,7 +60,7 @@ def test_evicted_rows_are_dropped_and_encoded_again() -> None:
 def test_stored_rows_do_not_keep_the_whole_batch_alive() -> None:
     class Batched:
         def encode(self, inputs: list) -> list[torch.Tensor]:
-            together = torch.cat([picture_rows(int(i.patches[0, 0]), i.layout.rows) for i in inputs])
+            together = torch.cat([picture_rows(picture_number(i), i.layout.rows) for i in inputs])
             return list(together.split([i.layout.rows for i in inputs]))
 
     bench = EncodeBench(Batched())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.fakes import OUT_OF_MEMORY, FakeTower, picture_rows, spec
-from tests.requests import item, picture_patches
+from tests.requests import item, picture_input
 from triptych.core.encoder_input import EncodedInput, EncoderInput
 from triptych.core.errors import Internal, InvalidRequest, Overloaded, RowTransferFailed
 from triptych.engine.encoder import Encoder, Trouble
@@ -19,8 +19,7 @@ SPEC = spec().rows
 
 
 def given(picture: int, rows: int = 5) -> EncoderInput:
-    layout = item(picture, (0, rows))
-    return EncoderInput(layout, picture_patches(layout))
+    return picture_input(item(picture, (0, rows)))
 
 
 def came(picture: int, rows: int = 5, *, of: torch.Tensor | None = None) -> EncodedInput:

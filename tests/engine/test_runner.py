@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.fakes import OUT_OF_MEMORY, FakeTower, HashModel, picture_rows, spec
 from tests.engine.setup import Bench, alone, piece
-from tests.requests import content_key, item, request
+from tests.requests import content_key, item, picture_number, request
 from triptych.core.config import MIB
 from triptych.core.errors import Internal, InvalidRequest, Overloaded, StartupError
 from triptych.core.events import Failed
@@ -100,7 +100,7 @@ def test_too_few_outputs_are_asked_for_one_by_one() -> None:
 def test_stored_rows_do_not_keep_the_whole_batch_alive() -> None:
     class Batched:
         def encode(self, inputs: list) -> list[torch.Tensor]:
-            together = torch.cat([picture_rows(int(i.patches[0, 0]), i.layout.rows) for i in inputs])
+            together = torch.cat([picture_rows(picture_number(i), i.layout.rows) for i in inputs])
             return list(together.split([i.layout.rows for i in inputs]))
 
     bench = Bench(tower=Batched())

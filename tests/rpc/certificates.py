@@ -31,10 +31,11 @@ class Authority:
         """Its own certificate."""
         self.path.write_bytes(certificate.sign(self._key, hashes.SHA256()).public_bytes(PEM))
 
-    def issue(self, name: str, *, password: bytes | None = None) -> tuple[Path, Path]:
-        """A certificate for 127.0.0.1 and its key."""
+    def issue(self, name: str, *, password: bytes | None = None, host: str = "") -> tuple[Path, Path]:
+        """A certificate for 127.0.0.1, or for another host by its name, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        subject = x509.DNSName(host) if host else x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        here = x509.SubjectAlternativeName([subject])
         certificate = _builder(_name(name), self._name, key).add_extension(here, critical=False)
         paths = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         paths[0].write_bytes(certificate.sign(self._key, hashes.SHA256()).public_bytes(PEM))

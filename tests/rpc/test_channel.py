@@ -34,7 +34,7 @@ from triptych.core.errors import (
     UnsupportedFeature,
 )
 from triptych.core.events import EncoderReady, Failed, Finished, PrefillReady, Tokens, Usage
-from triptych.core.media import MediaItem, Modality, RawBytes
+from triptych.core.media import MediaItem, Modality, RawBytes, Stage
 from triptych.core.request import EncodeOptions, GenerateRequest
 from triptych.core.session import KvSession, SealedSession
 from triptych.wire.channel import EngineChannel
@@ -64,8 +64,8 @@ async def test_an_answer_arrives_as_core_events_with_its_spans(serve: Serve) -> 
 ERRORS = [
     InvalidRequest("wrong"),
     PromptTooLong("wrong"),
-    MediaError(2, "is broken"),
-    MediaUnavailable(2, "timed out"),
+    MediaError(2, "is broken", Stage.DECODE),
+    MediaUnavailable(2, "timed out", Stage.FETCH),
     UnsupportedFeature("wrong"),
     RoleMismatch("wrong"),
     ModelNotFound("wrong"),

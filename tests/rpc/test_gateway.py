@@ -22,7 +22,7 @@ from triptych.core.errors import (
     UnsupportedFeature,
 )
 from triptych.core.events import Failed, FinishReason, Tokens
-from triptych.core.media import DataUri, MediaItem, Modality
+from triptych.core.media import DataUri, MediaItem, Modality, Stage
 from triptych.core.request import Sampling, Stopping
 from triptych.gateway.limits import GatewayLimits
 from triptych.text.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ async def test_what_reaches_the_engine(directory: Path) -> None:
     ("error", "status", "param"),
     [
         (InvalidRequest("bad"), 400, None),
-        (MediaError(0, "no picture"), 400, "messages[0].content[1]"),
+        (MediaError(0, "no picture", Stage.DECODE), 400, "messages[0].content[1]"),
         (UnsupportedFeature("no"), 400, None),
         (Overloaded("full"), 429, None),
         (Draining("ending"), 503, None),

@@ -19,7 +19,7 @@ from tests.sessions import picture, session
 from triptych.core.encoded import EncoderReference
 from triptych.core.errors import InvalidRequest, MediaError, Overloaded, ReferenceNotFound, RowTransferFailed
 from triptych.core.events import EncoderReady, Failed, PrefillReady, Span, Usage
-from triptych.core.media import DataUri
+from triptych.core.media import DataUri, Stage
 from triptych.gateway.app import Gateway
 from triptych.roles.contract import RoleName, TransferOutcome
 from triptych.rpc.server import serve_role
@@ -202,7 +202,9 @@ async def test_two_encoders(front: Front, directory: Path) -> None:
     assert outcomes(*encoders) == {TransferOutcome.FINISHED}
 
 
-@pytest.mark.parametrize("error", [MediaError(0, "cannot be decoded"), InvalidRequest("media item 0: too large")])
+@pytest.mark.parametrize(
+    "error", [MediaError(0, "cannot be decoded", Stage.DECODE), InvalidRequest("media item 0: too large")]
+)
 @pytest.mark.parametrize("in_band", [False, True])
 async def test_an_item_that_is_wrong_is_named(
     front: Front, directory: Path, error: TriptychError, in_band: bool

@@ -19,6 +19,7 @@ from triptych.core.errors import (
     Overloaded,
 )
 from triptych.core.events import Failed, Finished, FinishReason, Tokens, Usage
+from triptych.core.media import Stage
 from triptych.gateway.limits import GatewayLimits
 from triptych.wire.gen import lifecycle_pb2
 from triptych.wire.status import TransientFailure
@@ -107,8 +108,8 @@ async def test_an_encoder_whose_answer_is_lost(directory: Path, shelf: Shelf) ->
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (MediaError(0, "cannot be decoded"), 400),
-        (MediaUnavailable(0, "no memory"), 400),
+        (MediaError(0, "cannot be decoded", Stage.DECODE), 400),
+        (MediaUnavailable(0, "no memory", Stage.FETCH), 400),
         (InvalidRequest("media item 0: it is too large"), 400),
         (InvalidRequest("broken"), 400),
         (Internal("a bug"), 500),
@@ -139,7 +140,7 @@ async def test_what_is_wrong_with_an_item_is_final_and_names_it(
 async def test_what_is_encoded_is_let_go_when_another_item_is_wrong(directory: Path, shelf: Shelf) -> None:
     one, two, reader = Encoder(directory, shelf), Encoder(directory, shelf, "e:2"), Reader(directory, shelf=shelf)
     gate = asyncio.Event()
-    one.instead = [gate, Failed("any", MediaError(0, "cannot be decoded"))]
+    one.instead = [gate, Failed("any", MediaError(0, "cannot be decoded", Stage.DECODE))]
     async with running(one, two, reader) as run:
         await run.all_ready()
         asked = asyncio.create_task(run.chat(messages=asking(*range(12))))

@@ -21,6 +21,7 @@ from triptych.core.errors import (
     SessionMismatch,
 )
 from triptych.core.events import Failed, Finished, FinishReason, Tokens
+from triptych.core.media import Stage
 from triptych.core.session import SealedSession
 from triptych.wire.gen import lifecycle_pb2, server_pb2
 
@@ -113,7 +114,7 @@ async def test_a_prefill_that_is_refused_goes_elsewhere(directory: Path, error: 
 
 async def test_what_is_wrong_with_the_request_is_said_by_the_prefill_engine(directory: Path) -> None:
     one, two, decode = Prefill(directory), Prefill(directory, "p:2"), Decode(directory)
-    one.failures = two.failures = [MediaError(0, "cannot be decoded")]
+    one.failures = two.failures = [MediaError(0, "cannot be decoded", Stage.DECODE)]
     async with running(one, two, decode) as run:
         await run.all_ready()
         response = await run.chat(messages=WITH_PICTURE)

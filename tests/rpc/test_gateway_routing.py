@@ -12,6 +12,7 @@ from tests.rpc.engine_twin import EngineTwin, finished
 from tests.rpc.gateway_harness import Caller, error_of, running, until
 from triptych.core.errors import Draining, Internal, InvalidRequest, MediaUnavailable, Overloaded, TriptychError
 from triptych.core.events import Failed, Tokens
+from triptych.core.media import Stage
 from triptych.gateway.app import Gateway
 from triptych.gateway.limits import GatewayLimits
 from triptych.wire.gen import lifecycle_pb2
@@ -124,7 +125,9 @@ async def test_an_overloaded_engine_is_passed_over_for_this_request(directory: P
 
 
 @pytest.mark.parametrize("in_band", [False, True])
-@pytest.mark.parametrize("error", [InvalidRequest("never"), MediaUnavailable(0, "timed out"), Internal("broken")])
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("never"), MediaUnavailable(0, "timed out", Stage.FETCH), Internal("broken")]
+)
 async def test_what_would_fail_again_is_not_tried_elsewhere(
     directory: Path, error: TriptychError, in_band: bool
 ) -> None:

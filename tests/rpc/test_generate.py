@@ -23,6 +23,7 @@ from triptych.core.errors import (
     UnsupportedFeature,
 )
 from triptych.core.events import Tokens
+from triptych.core.media import Stage
 from triptych.rpc.inference import Inference
 from triptych.wire.codec_events import SPANS_TRAILER, decode_spans
 from triptych.wire.codec_reference import ReferenceCodec
@@ -104,7 +105,7 @@ REFUSALS: list[tuple[BaseException, grpc.StatusCode]] = [
     (ModelNotFound("wrong"), grpc.StatusCode.NOT_FOUND),
     (Overloaded("wrong"), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Draining("wrong"), grpc.StatusCode.UNAVAILABLE),
-    (MediaUnavailable(0, "wrong"), grpc.StatusCode.UNAVAILABLE),
+    (MediaUnavailable(0, "wrong", Stage.FETCH), grpc.StatusCode.UNAVAILABLE),
     (Internal("wrong"), grpc.StatusCode.INTERNAL),
 ]
 

@@ -164,7 +164,7 @@ def with_state(one: EncoderReference, state: bytes) -> EncoderReference:
 async def test_references_that_cannot_be_written_are_taken_back_all_of_them(serve: Serve) -> None:
     large = with_state(reference(name="three"), bytes(MAX_REFERENCE_BYTES))
     served = await serve(encoder((*MADE, large)))
-    with pytest.raises(MediaError, match=r"media item 2: its reference has \d+ bytes and can have 65536"):
+    with pytest.raises(MediaError, match=r"media item 2: limit: its reference has \d+ bytes and can have 65536"):
         await served.channel.generate(replace(ENCODE, media=(*PICTURES, PICTURES[0])))
     assert set(served.role.outputs.values()) == {TransferOutcome.FAILED}
     assert served.role.live == set()

@@ -10,9 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.requests import MERGE, item, picture_patches
+from tests.requests import MERGE, item, picture_input
 from triptych.core.config import SchedulerConfig
-from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import Internal
 from triptych.core.events import Encoded, Failed, Finished, RowsGone
 from triptych.core.handles import Handle, RowLayout
@@ -43,7 +42,7 @@ def asked(
 ) -> EncodeRequest:
     """One picture of so many rows, each of which costs so many encoder tokens."""
     layout = item(picture, (0, rows), encoder_tokens=rows * cost)
-    given = None if cached else EncoderInput(layout, picture_patches(layout))
+    given = None if cached else picture_input(layout)
     return EncodeRequest(name, layout, given, f"s {name}", arrival, priority)
 
 

@@ -270,7 +270,7 @@ def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], name: str) -> 
 
 
 def test_a_media_item_without_a_source_is_named_by_its_index() -> None:
-    with pytest.raises(MediaError, match="media item 1") as caught:
+    with pytest.raises(MediaError, match="media item 1: fetch: the source is absent") as caught:
         decode_request(plain(media=[{"raw_bytes": b""}, {"mime_type": "image/png"}]))
     assert caught.value.index == 1
 

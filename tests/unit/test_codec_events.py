@@ -273,7 +273,7 @@ def test_no_references_are_an_event_as_well() -> None:
 
 def test_an_item_that_is_too_large_for_a_reference_is_named() -> None:
     event = EncoderReady("r", (reference(), reference(steps(4097))))
-    with pytest.raises(MediaError, match=r"^media item 1: it has 4097 runs"):
+    with pytest.raises(MediaError, match=r"^media item 1: limit: it has 4097 runs"):
         write_event(event, references=ReferenceCodec())
 
 

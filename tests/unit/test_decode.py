@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -11,15 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
+from tests.corpus.bad_pictures import bad_pictures
 from triptych.core.config import MediaLimits
 from triptych.core.errors import InvalidRequest, MediaError, MediaUnavailable
-from triptych.media.decode import decode_picture
+from triptych.core.media import Stage
+from triptych.core.picture_options import PictureOptions
+from triptych.media.decode import admit_picture, decode_here, decode_picture, explain, is_memory
+from triptych.media.header import Format, Size
 from triptych.media.limits import RequestBudget, check_item_count
 
 LIMITS = MediaLimits()
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
 LOSSLESS = [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})]
-LOSSY = [("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("GIF", {})]
+LOSSY = [("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("GIF", {}), ("AVIF", {})]
 
 
 def encode(kind: str, **options: object) -> bytes:
@@ -49,7 +52,7 @@ def test_lossy_formats_give_a_picture_of_that_size(kind: str, options: dict[str,
 
 @pytest.mark.parametrize("data", FILES)
 def test_a_picture_cut_in_half_is_an_error_never_half_a_picture(data: bytes) -> None:
-    with pytest.raises(MediaError, match="media item 0: damaged or cut off"):
+    with pytest.raises(MediaError, match="media item 0: decode: damaged or cut off"):
         decode(data[: len(data) // 2])
 
 
@@ -57,14 +60,14 @@ def test_a_picture_cut_in_half_is_an_error_never_half_a_picture(data: bytes) -> 
     ("data", "reason"),
     [
         (b"", "the item is empty"),
-        (b"hello", "not a picture that can be read; supported: PNG, JPEG, WebP, GIF, BMP, TIFF"),
+        (b"hello", "not a picture that can be read; supported: PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF"),
         (b"%!PS-Adobe-3.0 EPSF-3.0", "not a picture"),
         (b"%PDF-1.7", "not a picture"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a picture"),
         (b"\x00\x00\x01\x00", "not a picture"),
         (b"\x89PNG\r\n\x1a\n", "damaged or cut off PNG"),
         (b"RIFF\0\0\0\0WAVEfmt ", "not a picture that can be read"),
-        (b"RIFF\0\0\0\0WEBPVP8 ", "damaged or cut off WebP picture: no WebP header"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "damaged or cut off WebP picture: it has no WebP header"),
         (b"\xff\xd8\xff", "damaged or cut off JPEG"),
     ],
 )
@@ -75,35 +78,50 @@ def test_what_is_no_picture_is_said(data: bytes, reason: str) -> None:
     assert reason in str(refused.value)
 
 
-def png_header(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(64))) + chunk(b"IEND", b"")
+BOMBS = {case.name: case.data for case in bad_pictures() if "--max-item-pixels" in case.words}
 
 
-def webp_header(width: int, height: int) -> bytes:
-    body = b"\0\0\0\0" + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
-    return b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + body
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_before_any_decoder_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(data: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("triptych.media.decode._OPEN", dict.fromkeys(Format, seen))
+    with pytest.raises(MediaError, match="--max-item-pixels") as refused:
+        decode(BOMBS[name])
+    assert refused.value.stage is Stage.LIMIT
+
+
+def test_a_decoder_is_held_to_the_header() -> None:
+    data = encode("PNG")
+    admitted = admit_picture(0, data, RequestBudget(LIMITS))
+    with pytest.raises(MediaError, match="its header says 4 x 4, but the picture is 40 x 24"):
+        decode_here(0, data, admitted._replace(size=Size(4, 4)), PictureOptions())
+
+
+@pytest.mark.parametrize("message", ["a\nb", "a\0\x1b[31mb", "b" * 5000])
+def test_a_reason_is_one_short_line_of_text(message: str) -> None:
+    reason = explain(Format.PNG, ValueError(message))
+    assert reason.isprintable()
+    assert len(reason) < 300
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("error", "expected"),
     [
-        png_header(60_000, 60_000),
-        webp_header(16_000_000, 16_000_000),
-        struct.pack("<6sHHBBB", b"GIF89a", 65535, 65535, 0, 0, 0),
-        encode("BMP").replace(struct.pack("<ii", 40, 24), struct.pack("<ii", 60_000, 60_000)),
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "no"), True),
+        (OSError("decoder error -9"), True),
+        (ValueError("Failed to decode: Out of memory"), True),
+        (OSError("decoder error -2"), False),
+        (ValueError("damaged"), False),
     ],
-    ids=["png", "webp", "gif", "bmp"],
 )
-def test_a_bomb_is_refused_by_its_header(data: bytes) -> None:
-    with pytest.raises(MediaError):
-        decode(data)
+def test_decoders_say_in_many_ways_that_memory_is_short(error: Exception, expected: bool) -> None:
+    assert is_memory(error) is expected
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"])
 def test_pixels_over_the_limit_name_the_flag(kind: str) -> None:
     limits = MediaLimits(max_item_pixels=40 * 24 - 1)
     with pytest.raises(MediaError, match=r"40 x 24 is 960 pixels; at most 959 \(--max-item-pixels\)"):
@@ -131,7 +149,7 @@ def test_a_request_counts_its_items() -> None:
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(image: object) -> None:
+    def exhausted(image: object, background: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("triptych.media.decode.to_rgb", exhausted)

@@ -98,12 +98,12 @@ def test_the_three_lengths_of_a_picture() -> None:
     entry = processor().encoder_input(0, Picture(np.zeros((64, 96, 3), dtype=np.uint8)), bytes(32))
     assert entry.layout.grid == Grid(1, 4, 6)
     assert (entry.layout.span, entry.layout.rows, entry.layout.encoder_tokens) == (6, 6, 24)
-    assert entry.patches.shape == (24, 3 * 2 * 16 * 16)
+    assert entry.patches.shape == (24, 3, 1, 16, 16)
 
 
 def test_a_sliver_is_refused_and_named() -> None:
     sliver = Picture(np.zeros((1, 201, 3), dtype=np.uint8))
-    with pytest.raises(MediaError, match="media item 3: 201 x 1 is too narrow") as refused:
+    with pytest.raises(MediaError, match="media item 3: preprocess: 201 x 1 is too narrow") as refused:
         processor().encoder_input(3, sliver, bytes(32))
     assert refused.value.index == 3
 
@@ -116,6 +116,9 @@ def test_a_sliver_is_refused_and_named() -> None:
         ({"merge_size": "2"}, "merge_size must be a whole number"),
         ({"image_mean": [0.5]}, "three numbers"),
         ({"image_std": [0.5, 0.0, 0.5]}, "deviation 0"),
+        ({"image_std": [0.5, 1e-50, 0.5]}, "rescale_factor, image_mean and image_std make numbers that 32 bits"),
+        ({"image_mean": [0.5, 0.5, 1e39]}, "rescale_factor, image_mean and image_std make numbers that 32 bits"),
+        ({"rescale_factor": 1e300}, "rescale_factor, image_mean and image_std make numbers that 32 bits"),
         ({"resample": 9}, "resample must be one of"),
         ({"size": {"shortest_edge": 9999, "longest_edge": 1}}, "at least 9999 and at most 1 pixels"),
     ],

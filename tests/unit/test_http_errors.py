@@ -14,6 +14,7 @@ from triptych.core.errors import (
     UnknownArchitecture,
     UnsupportedFeature,
 )
+from triptych.core.media import Stage
 from triptych.gateway.errors import BadRequest, BodyTooLarge, to_reply
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def tree(root: type[TriptychError]) -> Iterator[type[TriptychError]]:
 
 def make(kind: type[TriptychError]) -> TriptychError:
     if issubclass(kind, MediaError):
-        return kind(1, "why")
+        return kind(1, "why", Stage.FETCH)
     if kind is PlaceholderMismatch:
         return PlaceholderMismatch("image", 1, 2)
     if kind is UnknownArchitecture:
@@ -83,8 +84,8 @@ def test_every_error_has_a_status(kind: type[TriptychError]) -> None:
 @pytest.mark.parametrize(
     "make_error",
     [
-        lambda index: MediaError(index, "broken"),
-        lambda index: MediaUnavailable(index, "timed out"),
+        lambda index: MediaError(index, "broken", Stage.DECODE),
+        lambda index: MediaUnavailable(index, "timed out", Stage.FETCH),
         lambda index: UnsupportedFeature(f"media item {index}: URLs are not fetched"),
     ],
 )

@@ -4,21 +4,32 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
+from tests.corpus.picture_files import gif_screen
 from triptych.core.config import MediaLimits
 from triptych.core.errors import MediaError
+from triptych.core.picture_options import PictureOptions
 from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 from triptych.media.normalise import EXIF_ORIENTATION, to_rgb
 
+WHITE = (255, 255, 255)
 RGB = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)
 
 
-def decode(image: Image.Image, kind: str, **options: object) -> np.ndarray:
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
-    return decode_picture(0, buffer.getvalue(), RequestBudget(MediaLimits())).pixels
+    return buffer.getvalue()
+
+
+def decode(image: Image.Image, kind: str, **options: object) -> np.ndarray:
+    return decode_picture(0, encode(image, kind, **options), RequestBudget(MediaLimits())).pixels
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    return np.asarray(to_rgb(image, WHITE))
 
 
 # How each orientation's stored pixels follow from the upright ones, written without Pillow.
@@ -74,6 +85,26 @@ def test_transparency_shows_white() -> None:
     assert (pixels[1:] == RGB[1:]).all()
 
 
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [("RGBA", (9, 9, 9, 0)), ("LA", (9, 0)), ("PA", (0, 0)), ("RGBa", (0, 0, 0, 0)), ("La", (0, 0))],
+)
+def test_what_shows_through_is_the_background_that_was_asked_for(mode: str, value: tuple[int, ...]) -> None:
+    image = Image.new(mode, (2, 1), value)
+    assert np.asarray(to_rgb(image, (10, 20, 30))).tolist() == [[[10, 20, 30]] * 2]
+
+
+def test_a_background_shows_through_what_has_a_transparent_colour() -> None:
+    options = PictureOptions((10, 20, 30))
+    for image, value in ((Image.new("L", (1, 1), 7), 7), (Image.new("P", (1, 1), 0), 0)):
+        data = encode(image, "PNG", transparency=value)
+        pixels = decode_picture(0, data, RequestBudget(MediaLimits()), options).pixels
+        assert pixels.tolist() == [[[10, 20, 30]]]
+    deep = Image.fromarray(np.array([[0x1234]], dtype=np.uint16))
+    deep.info["transparency"] = 0x1234
+    assert np.asarray(to_rgb(deep, (10, 20, 30))).tolist() == [[[10, 20, 30]]]
+
+
 def test_half_transparency_is_half_white() -> None:
     pixels = decode(Image.new("RGBA", (1, 1), (255, 0, 0, 128)), "PNG")
     assert pixels[0, 0].tolist() == [255, 127, 127]
@@ -109,7 +140,7 @@ def test_sixteen_bit_grey_keeps_its_high_byte() -> None:
 def test_sixteen_bit_grey_with_a_transparent_value() -> None:
     image = Image.fromarray(np.array([[0x1234, 0x1235]], dtype=np.uint16))
     image.info["transparency"] = 0x1234
-    assert to_rgb(image)[0].tolist() == [[255] * 3, [0x12] * 3]
+    assert pixels_of(image)[0].tolist() == [[255] * 3, [0x12] * 3]
 
 
 @pytest.mark.parametrize("samples", [np.array([[-3, 7]], dtype=np.int32), np.array([[0.25, 0.75]], dtype=np.float32)])
@@ -118,8 +149,8 @@ def test_samples_without_a_range_are_stretched(samples: np.ndarray) -> None:
 
 
 def test_constant_samples_without_a_range_are_kept_or_clipped() -> None:
-    assert to_rgb(Image.fromarray(np.full((1, 1), 300, dtype=np.int32)))[0, 0].tolist() == [255] * 3
-    assert to_rgb(Image.fromarray(np.full((1, 1), 12, dtype=np.int32)))[0, 0].tolist() == [12] * 3
+    assert pixels_of(Image.fromarray(np.full((1, 1), 300, dtype=np.int32)))[0, 0].tolist() == [255] * 3
+    assert pixels_of(Image.fromarray(np.full((1, 1), 12, dtype=np.int32)))[0, 0].tolist() == [12] * 3
 
 
 def test_samples_that_are_no_numbers_are_refused() -> None:
@@ -128,12 +159,33 @@ def test_samples_that_are_no_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["1", "L", "P", "RGB", "RGBA", "RGBX", "RGBa", "La", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB"]
+    "mode",
+    ["1", "L", "P", "RGB", "RGBA", "RGBX", "RGBa", "La", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"],
 )
 def test_every_colour_model_becomes_rgb(mode: str) -> None:
-    pixels = to_rgb(Image.new(mode, (4, 2)))
+    pixels = pixels_of(Image.new(mode, (4, 2)))
     assert pixels.shape == (2, 4, 3)
     assert pixels.dtype == np.uint8
+
+
+def test_a_part_that_a_frame_does_not_cover_shows_the_background() -> None:
+    data = gif_screen(encode(Image.new("L", (4, 2), 90), "GIF"), 6, 3, 1, 1)
+    pixels = decode_picture(0, data, RequestBudget(MediaLimits()), PictureOptions((1, 2, 3))).pixels
+    wanted = np.full((3, 6, 3), (1, 2, 3))
+    wanted[1:, 1:5] = 90
+    assert (pixels == wanted).all()
+
+
+def test_stretching_does_not_depend_on_how_much_is_stretched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = Image.fromarray(np.arange(1000, dtype=np.int32).reshape(20, 50) * 7 - 300)
+    whole = pixels_of(samples)
+    monkeypatch.setattr("triptych.media.normalise._STRETCH", 33)
+    assert (pixels_of(samples) == whole).all()
+
+
+def test_a_profile_changes_nothing() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    assert (decode(Image.fromarray(RGB), "PNG", icc_profile=profile) == RGB).all()
 
 
 def test_cmyk_without_ink_is_white() -> None:
@@ -141,9 +193,9 @@ def test_cmyk_without_ink_is_white() -> None:
     assert decode(Image.new("CMYK", (8, 8)), "JPEG", quality=95)[0, 0].min() > 250
 
 
-@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_of_an_animation_the_first_frame(kind: str) -> None:
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     options = {"lossless": True} if kind == "WEBP" else {}
     pixels = decode(frames[0], kind, save_all=True, append_images=frames[1:], **options)
-    assert (pixels == [255, 0, 0]).all()
+    assert np.abs(pixels.astype(int) - [255, 0, 0]).max() <= (4 if kind == "AVIF" else 0)

@@ -38,6 +38,7 @@ from triptych.core.errors import (
     Unauthenticated,
     WrongState,
 )
+from triptych.core.media import Stage
 from triptych.wire.gen import error_pb2
 from triptych.wire.status import (
     ERROR_TRAILER,
@@ -63,7 +64,7 @@ def tree(root: type[TriptychError]) -> list[type[TriptychError]]:
 def instance(kind: type[TriptychError]) -> TriptychError:
     """An error of the class with a message, whatever its constructor takes."""
     if issubclass(kind, MediaError):
-        return kind(3, "it is broken")
+        return kind(3, "it is broken", Stage.LIMIT)
     return kind.__new__(kind, "something is wrong")
 
 
@@ -146,14 +147,27 @@ def test_messages_about_no_single_item(message: str) -> None:
     assert item_message(message) is None
 
 
-@given(index=st.integers(0, 10**8), reason=st.from_regex(r"\S+( \S+)*", fullmatch=True).filter(lambda r: len(r) < 200))
-def test_the_index_of_a_media_item_survives(index: int, reason: str) -> None:
+@given(
+    index=st.integers(0, 10**8),
+    reason=st.from_regex(r"\S+( \S+)*", fullmatch=True).filter(lambda r: len(r) < 200),
+    stage=st.sampled_from(Stage),
+)
+def test_the_index_and_the_stage_of_a_media_item_survive(index: int, reason: str, stage: Stage) -> None:
     reason = " ".join(reason.split())
-    for error in (MediaError(index, reason), MediaUnavailable(index, reason)):
+    for error in (MediaError(index, reason, stage), MediaUnavailable(index, reason, stage)):
         back = from_status(*to_status(error))
         assert type(back) is type(error)
         assert isinstance(back, MediaError)
-        assert (back.index, back.reason) == (error.index, error.reason)
+        assert (back.index, back.reason, back.stage) == (error.index, error.reason, error.stage)
+        assert str(back) == str(error) == f"media item {index}: {stage.value}: {reason}"
+
+
+@pytest.mark.parametrize("reason", ["its grid does not fit", "grid: 3", "fetch", "decode:x", "Limit: x", ""])
+def test_an_error_about_an_item_at_no_stage_stays_what_it_is(reason: str) -> None:
+    error = InvalidRequest(f"media item 3: {reason}")
+    back = from_message(to_message(error))
+    assert type(back) is InvalidRequest
+    assert str(back) == str(error).strip()
 
 
 @pytest.mark.parametrize("status", list(grpc.StatusCode))

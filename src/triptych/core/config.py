@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from triptych.core.errors import StartupError
@@ -71,6 +72,20 @@ class MediaLimits:
     """Items of one request."""
     max_request_pixels: int = 128_000_000
     """Pixels of all pictures of one request together."""
+    max_frame_pixels: int = 4096 * 2304
+    """Width times height of a video's frames as they are stored; a decoder holds some twenty of them."""
+    max_source_frames: int = 36_000
+    """Frames of one video file, looked at or not: ten minutes at 60 frames a second."""
+    max_decoded_pixels: int = 20_000_000_000
+    """Pixels of all frames that are decoded on the way to the last one looked at: half a minute of one core."""
+    max_clip_seconds: int = 600
+    """How long one video may play."""
+    max_clip_frames: int = 768
+    """Frames of one video that are looked at."""
+    max_clip_pixels: int = 128_000_000
+    """Pixels of these frames together, as they are kept."""
+    max_sound_seconds: int = 600
+    """How long one sound may play."""
     media_preparation_limit: int = 4
     """Requests whose media are prepared at once."""
     max_waiting_preparations: int = 256
@@ -84,3 +99,83 @@ class MediaLimits:
         """
         _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
         _positive(self, "media_preparation_limit", "max_waiting_preparations")
+        _positive(self, "max_frame_pixels", "max_source_frames", "max_decoded_pixels", "max_clip_seconds")
+        _positive(self, "max_clip_frames", "max_clip_pixels", "max_sound_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Where pictures are decoded, and what that may take."""
+
+    decode_workers: int = 4
+    """Processes in which pictures are decoded, one each at a time."""
+    max_waiting_pictures: int = 1024
+    """Pictures that wait for one of them; one more is refused as overloaded."""
+    decode_memory_bytes: int = 64 * MIB
+    """Memory for decoding any picture; every pixel adds 32 bytes, and every encoded byte adds 4."""
+    decode_seconds: float = 1.0
+    """Processor time for decoding any picture; every 8 million pixels add as much, and so do every 64 MiB."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            StartupError: naming the field.
+        """
+        _positive(self, "decode_workers", "max_waiting_pictures", "decode_memory_bytes")
+        if not 0 < self.decode_seconds < math.inf:
+            raise StartupError(f"decode_seconds must be a finite number above 0, not {self.decode_seconds}")
+
+
+_LISTED_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.:-]*[a-z0-9_])?")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """From whom media are fetched by URL, and for how long."""
+
+    fetch_hosts: tuple[str, ...] | None = None
+    """Hosts that may be fetched from: ``a.example`` is itself, ``*.a.example`` all names below it. None is all hosts,
+    an empty list is none. Being listed opens no private network."""
+    fetch_ports: tuple[int, ...] = (80, 443)
+    """Ports that may be dialled."""
+    fetch_private_networks: bool = False
+    """Whether loopback and private addresses may be dialled. Metadata services and link-local addresses never are."""
+    fetch_max_bytes: int = 200 * MIB
+    """Bytes of one answer; ``max_item_bytes`` counts where it is less."""
+    fetch_seconds: float = 30.0
+    """For one item: all its redirects, its retries, and its waiting in line."""
+    fetch_connect_seconds: float = 5.0
+    """For one address to take the call."""
+    fetch_retries: int = 2
+    """Of one item, over all its redirects."""
+    fetch_per_host: int = 8
+    """Connections to one host at once."""
+    fetch_at_once: int = 32
+    """Connections to all hosts at once."""
+    fetch_proxy: str = ""
+    """``http://host:port`` of a proxy through which everything is fetched. It resolves the names, so which addresses
+    may be reached is then its rule to keep. The environment names none."""
+    fetch_ca_file: str = ""
+    """PEM file of the certificates that are trusted; empty for the system's."""
+
+    def __post_init__(self) -> None:
+        """Check the bounds.
+
+        Raises:
+            StartupError: naming the field.
+        """
+        _positive(self, "fetch_max_bytes", "fetch_per_host", "fetch_at_once")
+        for name in ("fetch_seconds", "fetch_connect_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise StartupError(f"{name} must be a finite number above 0, not {getattr(self, name)}")
+        if self.fetch_retries < 0:
+            raise StartupError(f"fetch_retries must be at least 0, not {self.fetch_retries}")
+        for port in self.fetch_ports:
+            if not 0 < port < 1 << 16:
+                raise StartupError(f"fetch_ports must be between 1 and 65535, not {port}")
+        for host in self.fetch_hosts or ():
+            if not _LISTED_HOST.fullmatch(host):
+                raise StartupError(
+                    f"fetch_hosts: {host!r} is no host; write a.example, *.a.example or an address, in lower case"
+                )

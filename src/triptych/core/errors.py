@@ -4,7 +4,7 @@
     ├── InvalidRequest            the request is wrong; the same request will fail again
     │   ├── PromptTooLong         does not fit the context window or the KV pool
     │   ├── PlaceholderMismatch   media items and placeholder markers differ in number
-    │   └── MediaError            one item cannot be used: names the item and the reason
+    │   └── MediaError            one item cannot be used: names the item, the stage and the reason
     │       └── MediaUnavailable  the item could not be had just now; a retry may help
     ├── UnsupportedFeature        the contract has it, this engine does not offer it
     ├── RoleMismatch              the request belongs to an engine of another role
@@ -40,7 +40,10 @@ Each class therefore carries both words; ``wire/status.py`` is the only place th
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from triptych.core.media import Stage
 
 
 class Status(enum.IntEnum):
@@ -108,15 +111,16 @@ class PlaceholderMismatch(InvalidRequest):
 class MediaError(InvalidRequest):
     """Expected. One media item cannot be used."""
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, index: int, reason: str, stage: Stage) -> None:
         """``index`` counts the request's media items from 0; ``reason`` says what would help."""
-        super().__init__(f"media item {index}: {reason}")
+        super().__init__(f"media item {index}: {stage.value}: {reason}")
         self.index = index
         self.reason = reason
+        self.stage = stage
 
 
 class MediaUnavailable(MediaError):
-    """Expected. The item could not be had just now, for want of memory; a fetch that fails would be another cause."""
+    """Expected. The item could not be had just now: its server did not give it, or memory is short."""
 
     status = Status.UNAVAILABLE
     retryable = True

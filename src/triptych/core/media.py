@@ -19,6 +19,19 @@ class Modality(enum.Enum):
     AUDIO = "audio"
 
 
+class Stage(enum.Enum):
+    """How far an item had come when it was found that it cannot be used. The value is the word used in messages."""
+
+    FETCH = "fetch"
+    """Its bytes were to be had: from a URL, a ``data:`` URI or the message."""
+    DECODE = "decode"
+    """Its bytes were to become pixels, frames or samples."""
+    LIMIT = "limit"
+    """It is over a limit, at whatever point that was seen; the reason has the value, the limit and its flag."""
+    PREPROCESS = "preprocess"
+    """What was decoded was to become the model's input."""
+
+
 @dataclass(frozen=True, slots=True)
 class Url:
     """An ``http(s)`` address that the engine would fetch."""

@@ -276,5 +276,5 @@ def _named(error: TriptychError, items: Sequence[int]) -> TriptychError:
         return error
     item = items[about.item]
     if isinstance(error, MediaError):
-        return type(error)(item, about.reason)
+        return type(error)(item, error.reason, error.stage)
     return type(error)(f"media item {item}: {about.reason}")

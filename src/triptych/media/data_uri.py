@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
 from triptych.core.errors import MediaError
+from triptych.core.media import Stage
 from triptych.media.limits import check_item_bytes
 
 if TYPE_CHECKING:
@@ -31,36 +32,44 @@ def decode_data_uri(index: int, uri: str, limits: MediaLimits) -> bytes:
         MediaError: malformed, empty or too large; ``index`` names the item.
     """
     if uri[: len(SCHEME)].lower() != SCHEME:
-        raise MediaError(index, "not a data: URI")
+        raise MediaError(index, "not a data: URI", Stage.FETCH)
     comma = uri.find(",", len(SCHEME), len(SCHEME) + MAX_HEADER + 1)
     if comma < 0:
-        raise MediaError(index, f"the data: URI has no comma within {MAX_HEADER} characters after the scheme")
+        raise MediaError(
+            index, f"the data: URI has no comma within {MAX_HEADER} characters after the scheme", Stage.FETCH
+        )
     length = len(uri) - comma - 1
     if length > _LONGEST_PER_BYTE * (limits.max_item_bytes + 1):
         raise MediaError(
-            index, f"a data: URI of {length} characters; at most {limits.max_item_bytes} bytes (--max-item-bytes)"
+            index,
+            f"a data: URI of {length} characters; at most {limits.max_item_bytes} bytes (--max-item-bytes)",
+            Stage.LIMIT,
         )
     try:
         payload = uri[comma + 1 :].encode("ascii")
     except UnicodeEncodeError as error:
-        raise MediaError(index, f"the data: URI has a non-ASCII character at {comma + 1 + error.start}") from None
+        raise MediaError(
+            index, f"the data: URI has a non-ASCII character at {comma + 1 + error.start}", Stage.FETCH
+        ) from None
     if (bad := _BAD_ESCAPE.search(payload)) is not None:
-        raise MediaError(index, f"the data: URI has a broken percent escape at {comma + 1 + bad.start()}")
+        raise MediaError(index, f"the data: URI has a broken percent escape at {comma + 1 + bad.start()}", Stage.FETCH)
     data = unquote_to_bytes(payload)
     parameters = uri[len(SCHEME) : comma].split(";")
     if len(parameters) > 1 and parameters[-1].strip().lower() == "base64":
         data = _decode_base64(index, data, limits)
     check_item_bytes(index, len(data), limits)
     if not data:
-        raise MediaError(index, "the data: URI carries no bytes")
+        raise MediaError(index, "the data: URI carries no bytes", Stage.FETCH)
     return data
 
 
 def _decode_base64(index: int, text: bytes, limits: MediaLimits) -> bytes:
     text = text.translate(_URL_SAFE, delete=_WHITE_SPACE).rstrip(b"=")
     if (bad := _NOT_BASE64.search(text)) is not None:
-        raise MediaError(index, f"the data: URI has the byte {bad.group()!r}, which is not base64")
+        raise MediaError(index, f"the data: URI has the byte {bad.group()!r}, which is not base64", Stage.FETCH)
     if len(text) % 4 == 1:
-        raise MediaError(index, f"{len(text)} base64 characters cannot be whole bytes: the data: URI is cut off")
+        raise MediaError(
+            index, f"{len(text)} base64 characters cannot be whole bytes: the data: URI is cut off", Stage.FETCH
+        )
     check_item_bytes(index, len(text) * 3 // 4, limits)
     return binascii.a2b_base64(text + b"=" * (-len(text) % 4))

@@ -1,15 +1,22 @@
-"""Encoded bytes to a picture. Only six raster formats, header before pixels, and every failure is a MediaError.
+"""Encoded bytes to a picture. Only seven raster formats, header before pixels, and every failure is a MediaError.
 
-The plugins are called by name instead of through ``Image.open``: formats that start interpreters (EPS, PDF, WMF)
-are then out of reach, and our own limits decide before Pillow's process-wide ones are asked.
+    admit    bytes -> format and size        ours; limits are asked here, and nothing of the picture is allocated
+    decode   bytes -> upright RGB            Pillow's; wherever hostile bytes may do harm: workers.py
+    explain  what it raised -> the reason    for the one who sent the bytes
+
+The plugins are called by name instead of through ``Image.open``: formats that start interpreters (EPS, PDF, WMF) are
+then out of reach, and our own limits decide before Pillow's process-wide ones are asked.
 """
 
 from __future__ import annotations
 
+import errno
 import io
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from PIL import AvifImagePlugin
+from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
@@ -17,101 +24,122 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from triptych.core.errors import MediaError, MediaUnavailable
-from triptych.core.media import Picture
+from triptych.core.errors import MediaError, MediaUnavailable, one_line
+from triptych.core.media import Picture, Stage
+from triptych.core.picture_options import PictureOptions
+from triptych.media.header import Format, Size, read_size, recognise
 from triptych.media.limits import check_item_bytes
 from triptych.media.normalise import to_rgb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy as np
-    import numpy.typing as npt
+    from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
     from triptych.media.limits import RequestBudget
 
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """How one format is recognised and opened."""
-
-    name: str
-    magics: tuple[bytes, ...]
-    open: Callable[[io.BytesIO], ImageFile]
-    form: bytes = b""
-    """What stands at byte 8 of a RIFF file; sound and video begin with the same magic."""
-
-    def matches(self, data: bytes) -> bool:
-        """Whether the data begin as this format does."""
-        return data.startswith(self.magics) and data[8 : 8 + len(self.form)] == self.form
-
-
-_FORMATS = (
-    _Format("PNG", (b"\x89PNG\r\n\x1a\n",), PngImageFile),
-    _Format("JPEG", (b"\xff\xd8\xff",), JpegImageFile),
-    _Format("WebP", (b"RIFF",), WebPImageFile, form=b"WEBP"),
-    _Format("GIF", (b"GIF87a", b"GIF89a"), GifImageFile),
-    _Format("BMP", (b"BM",), BmpImageFile),
-    _Format("TIFF", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), TiffImageFile),
-)
+DEFAULT_OPTIONS = PictureOptions()
+MAX_REASON = 200
+"""Characters of a decoder's own message that are passed on."""
+_OPEN: dict[Format, Callable[[io.BytesIO], ImageFile]] = {
+    Format.PNG: PngImageFile,
+    Format.JPEG: JpegImageFile,
+    Format.WEBP: WebPImageFile,
+    Format.GIF: GifImageFile,
+    Format.BMP: BmpImageFile,
+    Format.TIFF: TiffImageFile,
+}
+if AvifImagePlugin.SUPPORTED:
+    _OPEN[Format.AVIF] = AvifImageFile
+_NO_MEMORY = ("out of memory", "decoder error -9")
+"""How decoders say it that do not raise MemoryError."""
 
 
-class _Size(NamedTuple):
-    width: int
-    height: int
+class Admitted(NamedTuple):
+    """A picture within all limits, of which nothing is decoded yet."""
+
+    kind: Format
+    size: Size
+    """What its header claims; the decoder is held to it."""
 
 
-def decode_picture(index: int, data: bytes, budget: RequestBudget) -> Picture:
+def admit_picture(index: int, data: bytes, budget: RequestBudget) -> Admitted:
+    """What kind of picture it is, and how large; counts it against the limits.
+
+    Raises:
+        MediaError: empty, not a supported picture, without a header, or over a limit; ``index`` names the item.
+    """
+    check_item_bytes(index, len(data), budget.limits)
+    if not data:
+        raise MediaError(index, "the item is empty", Stage.DECODE)
+    kind = recognise(data)
+    if kind not in _OPEN:
+        names = ", ".join(one.value for one in _OPEN)
+        raise MediaError(index, f"not a picture that can be read; supported: {names}", Stage.DECODE)
+    try:
+        size = read_size(kind, data)
+    except ValueError as error:
+        raise MediaError(index, explain(kind, error), Stage.DECODE) from error
+    budget.take_picture(index, size.width, size.height)
+    return Admitted(kind, size)
+
+
+def decode(data: bytes, admitted: Admitted, options: PictureOptions) -> Image:
     """Decode, turn upright and flatten one picture; of an animation the first frame.
+
+    Raises:
+        MemoryError: there is not enough.
+        Exception: anything else means that the bytes are no good picture; ``explain`` says why.
+    """
+    with _OPEN[admitted.kind](io.BytesIO(data)) as image:
+        if image.width * image.height > admitted.size.pixels:
+            raise ValueError(
+                f"its header says {admitted.size.width} x {admitted.size.height}, "
+                f"but the picture is {image.width} x {image.height}"
+            )
+        return to_rgb(image, options.background)
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether a decoder failed for want of memory."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    words = one_line(error).lower()
+    return any(phrase in words for phrase in _NO_MEMORY)
+
+
+def explain(kind: Format, error: Exception) -> str:
+    """The reason that a client is told, on one line."""
+    reason = "".join(letter for letter in one_line(error)[:MAX_REASON] if letter.isprintable())
+    return f"damaged or cut off {kind.value} picture: {reason}"
+
+
+def decode_picture(
+    index: int, data: bytes, budget: RequestBudget, options: PictureOptions = DEFAULT_OPTIONS
+) -> Picture:
+    """All of it at once, in this process: for pictures that are trusted, and for tests.
 
     Raises:
         MediaError: empty, not a supported picture, damaged, cut off, or over a limit; ``index`` names the item.
     """
-    check_item_bytes(index, len(data), budget.limits)
-    if not data:
-        raise MediaError(index, "the item is empty")
-    kind = next((f for f in _FORMATS if f.matches(data)), None)
-    if kind is None:
-        names = ", ".join(f.name for f in _FORMATS)
-        raise MediaError(index, f"not a picture that can be read; supported: {names}")
+    return decode_here(index, data, admit_picture(index, data, budget), options)
+
+
+def decode_here(index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+    """The pixels of an admitted picture, decoded in this process.
+
+    Raises:
+        MediaError: damaged or cut off; ``index`` names the item.
+        MediaUnavailable: there is not enough memory.
+    """
     try:
-        return Picture(_decode(index, data, kind, budget))
-    except MediaError:
-        raise
-    except MemoryError as error:
-        raise MediaUnavailable(
-            index, f"not enough memory for this {kind.name} picture; retry later, or lower --max-item-pixels"
-        ) from error
+        return Picture(np.asarray(decode(data, admitted, options)))
     except Exception as error:
         # Hostile bytes reach a decoder written by others: whatever it raises means that they are no good picture.
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise MediaError(index, f"damaged or cut off {kind.name} picture: {reason[0][:200]}") from error
-
-
-def _decode(index: int, data: bytes, kind: _Format, budget: RequestBudget) -> npt.NDArray[np.uint8]:
-    # Pillow's WebP reader makes its canvas while it opens the file, so this one header is read by us.
-    declared = _webp_size(data) if kind.open is WebPImageFile else None
-    if declared is not None:
-        budget.take_picture(index, *declared)
-    with kind.open(io.BytesIO(data)) as image:
-        if declared is None:
-            budget.take_picture(index, image.width, image.height)
-        elif image.size != declared:
-            raise MediaError(index, f"the WebP header says {tuple(declared)}, its frame {image.size}")
-        image.load()
-        return to_rgb(image)
-
-
-def _webp_size(data: bytes) -> _Size:
-    """Canvas of a WebP file: 24-bit fields when extended, 14-bit fields in its two plain forms."""
-    chunk, body = data[12:16], data[20:30]
-    if len(body) == 10:
-        if chunk == b"VP8X":
-            return _Size(int.from_bytes(body[4:7], "little") + 1, int.from_bytes(body[7:10], "little") + 1)
-        if chunk == b"VP8L" and body[0] == 0x2F:
-            bits = int.from_bytes(body[1:5], "little")
-            return _Size((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
-        if chunk == b"VP8 " and body[3:6] == b"\x9d\x01\x2a":
-            return _Size(int.from_bytes(body[6:8], "little") & 0x3FFF, int.from_bytes(body[8:10], "little") & 0x3FFF)
-    raise ValueError("no WebP header")
+        if is_memory(error):
+            reason = (
+                f"not enough memory for this {admitted.kind.value} picture; retry later, or lower --max-item-pixels"
+            )
+            raise MediaUnavailable(index, reason, Stage.DECODE) from error
+        raise MediaError(index, explain(admitted.kind, error), Stage.DECODE) from error

@@ -44,7 +44,7 @@ class Processor(Protocol):
         ...
 
     def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
-        """Resize, normalise and patch one picture; its layout's runs begin at position 0 until it is placed.
+        """Resize and patch one picture; its layout's runs begin at position 0 until it is placed.
 
         Raises:
             MediaError: the picture's shape cannot be used (index names the item).

@@ -2,9 +2,10 @@
 
 Patches run over merged cells, and inside a cell over its patches:
 
-    picture [H, W, 3] -> cell row, cell column, row in cell, column in cell -> [channel, time, patch, patch]
+    picture [H, W, 3] -> cell row, cell column, row in cell, column in cell -> [channel, frame, patch, patch]
 
-so that each merge x merge stretch of patches becomes one row of the tower's output.
+so that each merge x merge stretch of patches becomes one row of the tower's output. Samples stay bytes; what number
+each value becomes is said beside them, and the tower looks it up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from PIL import Image
 from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import MediaError, UnsupportedFeature
 from triptych.core.layout import Grid, ItemLayout, Run
-from triptych.core.media import Modality
+from triptych.core.media import Modality, Stage
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.processors.expand import check_counts, expand
 from triptych.processors.identity import processor_fingerprint
@@ -58,7 +59,7 @@ class PixelSettings:
     patch: int
     merge: int
     temporal: int
-    """Frames in one patch; a still picture is repeated."""
+    """Frames in one patch; a still picture stands for all of them."""
     min_pixels: int
     max_pixels: int
     resample: int
@@ -102,6 +103,8 @@ class PixelSettings:
             raise images.error("resample", f"must be one of {_RESAMPLE}, not {settings.resample}")
         if len(settings.mean) != CHANNELS or len(settings.std) != CHANNELS or 0 in settings.std:
             raise images.error("image_mean and image_std", "must be three numbers each, no deviation 0")
+        if not np.isfinite(settings.tones()).all():
+            raise images.error("rescale_factor, image_mean and image_std", "make numbers that 32 bits do not hold")
         if settings.max_pixels < settings.min_pixels:
             raise images.error(
                 "size", f"allows at least {settings.min_pixels} and at most {settings.max_pixels} pixels"
@@ -124,11 +127,14 @@ class PixelSettings:
             height, width = (math.ceil(side * grow / self.cell) * self.cell for side in size)
         return Size(height, width)
 
-    def levels(self) -> npt.NDArray[np.float32]:
-        """What each of the 256 sample values becomes, [channels, 256]; rounded as the reference rounds it."""
+    @np.errstate(all="ignore")
+    def tones(self) -> npt.NDArray[np.float32]:
+        """What each of the 256 sample values becomes, [channels, 256], read-only; rounded as the reference rounds."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
-        mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
-        return (scaled[None] - mean[:, None]) / std[:, None]
+        mean, std = np.array(self.mean).astype(np.float32), np.array(self.std).astype(np.float32)
+        tones: npt.NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
+        tones.setflags(write=False)
+        return tones
 
 
 class Qwen3VLProcessor:
@@ -143,7 +149,7 @@ class Qwen3VLProcessor:
         self._settings = PixelSettings.read(config.section("vision_config"), images)
         self._image_token = config.integer("image_token_id", 151655, least=0)
         self._video_token = config.integer("video_token_id", 151656, least=0)
-        self._levels = self._settings.levels()
+        self._tones = self._settings.tones()
         self.placeholders: Mapping[Modality, int] = {Modality.IMAGE: self._image_token}
         self.special_words: Mapping[str, int] = {
             "<|image_pad|>": self._image_token,
@@ -166,7 +172,7 @@ class Qwen3VLProcessor:
             raise UnsupportedFeature("the prompt has a video placeholder, but video is not accepted here")
 
     def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
-        """Resize, normalise and patch one picture.
+        """Resize and patch one picture.
 
         Raises:
             MediaError: one side is more than 200 times the other.
@@ -174,7 +180,9 @@ class Qwen3VLProcessor:
         size = Size(picture.height, picture.width)
         if max(size) > MAX_ASPECT * min(size):
             raise MediaError(
-                index, f"{size.width} x {size.height} is too narrow: one side may be {MAX_ASPECT} times the other"
+                index,
+                f"{size.width} x {size.height} is too narrow: one side may be {MAX_ASPECT} times the other",
+                Stage.PREPROCESS,
             )
         settings = self._settings
         target = settings.fit(size)
@@ -192,18 +200,20 @@ class Qwen3VLProcessor:
             grid=grid,
             content_key=content_key,
         )
-        return EncoderInput(layout, self._patches(np.asarray(resized), grid))
+        return EncoderInput(layout, self._patches(resized, grid), self._tones)
 
-    def _patches(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.float32]:
-        """[height, width, 3] to [patches, channels * time * patch * patch]."""
+    def _patches(self, picture: Image.Image, grid: Grid) -> npt.NDArray[np.uint8]:
+        """[patches, channels, 1, patch, patch]."""
         patch, merge = self._settings.patch, self._settings.merge
-        cells = pixels.reshape(grid.h // merge, merge, patch, grid.w // merge, merge, patch, CHANNELS)
-        # -> cell row, cell column, row in cell, column in cell, channel, patch row, patch column
-        samples = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.h * grid.w, CHANNELS, 1, patch * patch)
-        out = np.empty((grid.h * grid.w, CHANNELS, self._settings.temporal, patch * patch), dtype=np.float32)
-        for channel in range(CHANNELS):
-            out[:, channel] = self._levels[channel][samples[:, channel]]
-        return out.reshape(grid.h * grid.w, -1)
+        patches = np.empty((grid.h * grid.w, CHANNELS, 1, patch, patch), dtype=np.uint8)
+        # One row of a patch is one element, which is copied whole: several times faster than sample by sample.
+        row = np.dtype((np.void, patch))
+        cells = patches.view(row).reshape(grid.h // merge, grid.w // merge, merge, merge, CHANNELS, patch)
+        for channel, band in enumerate(picture.split()):
+            rows = np.asarray(band).view(row).reshape(grid.h // merge, merge, patch, grid.w // merge, merge)
+            # cell row, row in cell, row in patch, cell column, column in cell -> as above
+            cells[..., channel, :] = rows.transpose(0, 3, 1, 4, 2)
+        return patches
 
     def plan(
         self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from triptych.core.encoded import EncoderReference, Reference, SealedReference
 from triptych.core.errors import Internal, InvalidRequest, MediaError, UnsupportedFeature
-from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Url
+from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Stage, Url
 from triptych.core.request import (
     MAX_STOP_CONDITIONS,
     CacheOptions,
@@ -162,7 +162,7 @@ def _decode_source(index: int, item: pb.MediaItem) -> MediaSource:
         case "raw_bytes":
             return RawBytes(item.raw_bytes)
         case _:
-            raise MediaError(index, "the source is absent: set url, data_uri or raw_bytes")
+            raise MediaError(index, "the source is absent: set url, data_uri or raw_bytes", Stage.FETCH)
 
 
 def _decode_session(message: pb.GenerateRequest, sessions: SessionCodec | None) -> Session | None:

@@ -26,6 +26,7 @@ from triptych.core.events import (
     Tokens,
     Usage,
 )
+from triptych.core.media import Stage
 from triptych.core.session import KvSession, SealedSession
 from triptych.wire.codec_logprobs import decode_token, encode_token
 from triptych.wire.codec_reference import seal_reference, unseal_reference
@@ -237,7 +238,7 @@ def _encode_reference(
             try:
                 message.CopyFrom(references.encode(reference))
             except InvalidRequest as error:
-                raise MediaError(index, str(error)) from None
+                raise MediaError(index, str(error), Stage.LIMIT) from None
         case _:
             raise Internal("a reference was made by an engine that cannot hand one over")
 

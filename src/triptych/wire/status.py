@@ -46,6 +46,7 @@ from triptych.core.errors import (
     WrongState,
     one_line,
 )
+from triptych.core.media import Stage
 from triptych.wire.gen import error_pb2
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ _CLASS_BY_KIND: dict[str, type[TriptychError]] = {
 _KIND_BY_CLASS = {kind: word for word, kind in _CLASS_BY_KIND.items()}
 
 _MEDIA_MESSAGE = re.compile(r"media item (\d{1,9}): (.*)", re.DOTALL)
+_STAGES = {stage.value: stage for stage in Stage}
 
 
 class TransientFailure(Internal):
@@ -190,9 +192,11 @@ def to_message(error: TriptychError) -> error_pb2.EngineError:
 
 
 def from_message(message: error_pb2.EngineError) -> TriptychError:
-    """The nearest class: code and, for media, the item's index and whether a retry may help."""
+    """The nearest class: code and, for media, the item's index, the stage and whether a retry may help."""
     if message.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT and (about := item_message(message.message)):
-        return (MediaUnavailable if message.retryable else MediaError)(about.item, about.reason)
+        word, colon, reason = about.reason.partition(": ")
+        if colon and word in _STAGES:  # else another error about an item: a grid that does not fit, say
+            return (MediaUnavailable if message.retryable else MediaError)(about.item, reason, _STAGES[word])
     other = TransientFailure if message.retryable else Internal
     return _CLASS_BY_CODE.get(message.code, other)(message.message)
 

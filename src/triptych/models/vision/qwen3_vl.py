@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from triptych.core.errors import CheckpointError
+from triptych.models.vision.patches import patch_numbers
 from triptych.models.weights import Slot
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Qwen3VLTower:
             raise CheckpointError(f"{vision.file} makes no Qwen3-VL tower: {str(error).splitlines()[0]}") from error
         self._module = module.to(dtype).to_empty(device=device).eval().requires_grad_(False)
         self._module.patch_embed = _PatchProduct(module.patch_embed.proj)
+        self._frames: int = config.temporal_patch_size
         # The rotary frequencies are computed, not stored: the meta module has lost them.
         self._module.rotary_pos_emb = type(module.rotary_pos_emb)(config).to(device)
 
@@ -67,8 +68,8 @@ class Qwen3VLTower:
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         """One tensor [rows, row width] for each input, in order."""
         grids = torch.tensor([tuple(entry.layout.grid) for entry in inputs], device=self._device)
-        patches = torch.from_numpy(np.concatenate([entry.patches for entry in inputs]))
-        out = self._module(patches.to(self._device, self._dtype), grid_thw=grids, return_dict=True)
+        patches = patch_numbers(inputs, self._frames, self._device, self._dtype)
+        out = self._module(patches, grid_thw=grids, return_dict=True)
         wide = torch.cat((out.pooler_output, *out.deepstack_features), dim=1)
         pieces = wide.split([entry.layout.rows for entry in inputs])
         # An item's rows are kept and dropped on their own: they must not hold the memory of the whole call.

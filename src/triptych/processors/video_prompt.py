@@ -1,0 +1,85 @@
+"""A video in a Qwen3-VL prompt: one marker in, one group of frames after the other out, each with its time.
+
+    <|video_pad|>  ->  <0.3 seconds><|vision_start|><|video_pad|> x rows<|vision_end|>  ->  the next group's time ...
+
+A group is what the tower merges along time (two frames). The marks and the time are ordinary text: they stand between
+the item's runs and get rotary positions as text does; only the repeated marker receives rows. What stands around the
+marker in the prompt stays, so the outer vision marks of the chat template remain, as in the reference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from triptych.core.layout import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from triptych.core.layout import Grid
+
+
+class VideoTokens(NamedTuple):
+    """The ids of the added tokens that a video is written with."""
+
+    pad: int
+    """Stands for one row; alone it is the marker of a whole video."""
+    start: int
+    end: int
+
+
+class VideoText(NamedTuple):
+    """What replaces one marker."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Read-only."""
+    runs: tuple[Run, ...]
+    """Where the rows go, one run a group; positions count from the first of these tokens."""
+
+
+def group_times(timestamps: Sequence[float], temporal: int) -> tuple[float, ...]:
+    """The time of each group of frames: halfway between its first and its last one.
+
+    Args:
+        timestamps: Seconds, one a frame; where the last group is not full, its last frame is repeated.
+        temporal: Frames in a group.
+    """
+    firsts = timestamps[::temporal]
+    lasts = [timestamps[min(at + temporal, len(timestamps)) - 1] for at in range(0, len(timestamps), temporal)]
+    return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+
+
+def time_text(seconds: float) -> str:
+    """How the family writes the time of a group."""
+    return f"<{seconds:.1f} seconds>"
+
+
+def video_text(
+    times: Sequence[float], grid: Grid, merge: int, tokens: VideoTokens, tokenise: Callable[[str], Sequence[int]]
+) -> VideoText:
+    """The tokens that replace one marker.
+
+    Args:
+        times: Seconds, one a group; as many as the grid has steps of time.
+        grid: Patches of the video, before merging; ``t`` counts groups.
+        merge: Patches along one side of a merged cell.
+        tokens: The family's added tokens.
+        tokenise: Text to ids, without special tokens. A time is tokenised for itself, which is how it comes out in
+            the reference too, where an added token stands on both sides of it.
+    """
+    rows = (grid.h // merge) * (grid.w // merge)
+    pieces: list[npt.NDArray[np.int32]] = []
+    runs: list[Run] = []
+    at = 0
+    for _, seconds in zip(range(grid.t), times, strict=True):
+        before = np.array([*tokenise(time_text(seconds)), tokens.start], dtype=np.int32)
+        pieces += [before, np.full(rows, tokens.pad, dtype=np.int32), np.array([tokens.end], dtype=np.int32)]
+        runs.append(Run(at + len(before), rows))
+        at = runs[-1].end + 1
+    token_ids = np.concatenate(pieces)
+    token_ids.setflags(write=False)
+    return VideoText(token_ids, tuple(runs))

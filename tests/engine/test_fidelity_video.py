@@ -1,0 +1,142 @@
+"""Which frames of a video are looked at, how large, and how the prompt tells their times: as transformers has it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.video_utils import VideoMetadata, read_video_pyav
+
+from tests.chat_files import make_tokenizer
+from tests.checkpoints import SHAPES
+from tests.corpus import clips
+from triptych.core.clip import FramePlan, FrameSampling, FrameSize
+from triptych.core.config import MediaLimits
+from triptych.core.layout import Grid, ItemLayout, Run
+from triptych.core.media import Modality
+from triptych.core.plan import PositionRule, PromptPlan
+from triptych.media.frame_plan import Timeline, plan_frames
+from triptych.media.video import decode_clip
+from triptych.processors.positions import positions_of
+from triptych.processors.video_prompt import VideoTokens, group_times, video_text
+from triptych.processors.video_size import VideoSize
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FPS = st.sampled_from([0.7, 1.0, 10.0, 23.976, 24.0, 30000 / 1001, 30.0, 59.94, 60.0])
+MERGE, TEMPORAL = 2, 2
+REFERENCE = Qwen3VLVideoProcessor()
+QWEN = FrameSampling(fps=REFERENCE.fps, min_frames=REFERENCE.min_frames, max_frames=REFERENCE.max_frames)
+TOKENIZER = make_tokenizer()
+WORDS = {name: f"<|{name}|>" for name in ("video_pad", "vision_start", "vision_end")}
+TOKENS = VideoTokens(*(TOKENIZER.token_to_id(word) for word in WORDS.values()))
+PROCESSOR = SimpleNamespace(
+    video_processor=SimpleNamespace(merge_size=MERGE, temporal_patch_size=TEMPORAL),
+    video_token=WORDS["video_pad"],
+    vision_start_token=WORDS["vision_start"],
+    vision_end_token=WORDS["vision_end"],
+    all_special_multimodal_tokens=[WORDS["video_pad"]],
+    _calculate_timestamps=lambda *given: Qwen3VLProcessor._calculate_timestamps(None, *given),
+)
+"""What the reference's methods ask of its processor, whose constructor would want a tokenizer of its own kind."""
+
+with torch.device("meta"):
+    MODEL = Qwen3VLModel(SHAPES["vl-plain"]())
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def metadata(plan: FramePlan) -> VideoMetadata:
+    return VideoMetadata(total_num_frames=plan.total, fps=plan.fps, frames_indices=list(plan.indices))
+
+
+@given(FPS, st.integers(1, 60_000))
+def test_frames_are_chosen_as_the_reference_chooses_them(fps: float, frames: int) -> None:
+    plan = plan_frames(Timeline.at_rate(fps, frames), QWEN, 768)
+    assert list(plan.indices) == REFERENCE.sample_frames(VideoMetadata(frames, fps)).tolist()
+    assert list(plan.timestamps) == metadata(plan).timestamps
+
+
+@given(FPS, st.integers(1, 3000), st.integers(1, 768))
+def test_a_number_of_frames_is_spread_as_the_reference_spreads_it(fps: float, frames: int, count: int) -> None:
+    # Asked for more than there are, the reference gives some of them twice.
+    count = min(count, frames)
+    plan = plan_frames(Timeline.at_rate(fps, frames), FrameSampling(num_frames=count), 768)
+    assert list(plan.indices) == REFERENCE.sample_frames(VideoMetadata(frames, fps), num_frames=count).tolist()
+
+
+@given(
+    st.integers(TEMPORAL, 768),
+    st.integers(1, 2000),
+    st.integers(1, 2000),
+    st.sampled_from([(131_072, 786_432), (4096, 25_165_824), (65_536, 200_000)]),
+)
+def test_frames_are_sized_as_the_reference_sizes_them(frames: int, h: int, w: int, bounds: tuple[int, int]) -> None:
+    fit = VideoSize(cell=32, temporal=TEMPORAL, min_pixels=bounds[0], max_pixels=bounds[1])
+    try:
+        expected = smart_resize(frames, h, w, TEMPORAL, 32, *bounds)
+    except ValueError:
+        with pytest.raises(ValueError, match="too narrow"):
+            fit.size(frames, FrameSize(h, w))
+        return
+    assert fit.size(frames, FrameSize(h, w)) == expected
+
+
+@given(FPS, st.integers(1, 400), st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_a_prompt_tells_the_times_as_the_reference_does(
+    fps: float, frames: int, count: int, h: int, w: int, wrapped: bool
+) -> None:
+    plan = plan_frames(Timeline.at_rate(fps, frames), FrameSampling(num_frames=count), 768)
+    grid = Grid(-(-len(plan.indices) // TEMPORAL), h * MERGE, w * MERGE)
+    marker = "{vision_start}{video_pad}{vision_end}" if wrapped else "{vision_end}{video_pad}{vision_start}"
+    prompt = "<|im_start|>user\n" + marker.format(**WORDS) + "What moves?<|im_end|>\n"
+
+    video = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata(plan)]}
+    replacement = Qwen3VLProcessor.replace_video_token(PROCESSOR, video, 0)
+    (text,), _ = Qwen3VLProcessor.get_text_with_replacements(PROCESSOR, [prompt], [], [replacement])
+    expected = ids(text)
+
+    made = video_text(group_times(plan.timestamps, TEMPORAL), grid, MERGE, TOKENS, ids)
+    before = ids(prompt)
+    at = before.index(TOKENS.pad)
+    ours = [*before[:at], *made.token_ids.tolist(), *before[at + 1 :]]
+    assert ours == expected
+
+    # Positions, too: the reference tells rows from text by the id alone.
+    kinds = torch.tensor([[2 if token == TOKENS.pad else 0 for token in expected]])
+    table, delta = MODEL.get_rope_index(torch.tensor([expected]), kinds, video_grid_thw=torch.tensor([grid]))
+    runs = tuple(Run(run.start + at, run.length) for run in made.runs)
+    rows = sum(run.length for run in runs)
+    layout = ItemLayout(Modality.VIDEO, runs, rows, rows * MERGE**2, grid, bytes(32))
+    positions = positions_of(PromptPlan(np.array(ours, dtype=np.int32), (layout,), PositionRule.MROPE, MERGE, b""))
+    assert np.array_equal(positions.table, table[:, 0].numpy())
+    assert positions.delta == delta.item()
+
+
+def test_one_frame_fills_a_group_where_the_reference_gives_up() -> None:
+    with pytest.raises(ValueError, match="must be larger than temporal_factor"):
+        smart_resize(1, 64, 64, TEMPORAL, 32, 4096, 786_432)
+    fit = VideoSize(cell=32, temporal=TEMPORAL, min_pixels=4096, max_pixels=786_432)
+    assert fit.size(1, FrameSize(64, 64)) == fit.size(2, FrameSize(64, 64))
+    assert group_times(plan_frames(Timeline.at_rate(30.0, 1), QWEN, 768).timestamps, TEMPORAL) == (0.0,)
+
+
+@pytest.mark.parametrize("kind", ["mp4 h264 with B frames", "matroska h264", "webm vp9", "avi mjpeg"])
+def test_frames_have_the_pixels_that_the_reference_reads(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "clip"
+    path.write_bytes(clips.encoded(clips.KINDS[kind]))
+    sampling = FrameSampling(num_frames=7)
+    clip = decode_clip(0, path.read_bytes(), sampling, MediaLimits())
+    expected, _ = read_video_pyav(str(path), lambda metadata, **_: np.array(clip.plan.indices))
+    assert np.array_equal(clip.frames, expected)
