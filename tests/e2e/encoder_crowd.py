@@ -38,10 +38,10 @@ class Question(NamedTuple):
 
 
 def question(rng: random.Random, pictures: int = 1) -> Question:
-    """About the last of some pictures, none of which is likely to have been seen before."""
+    """About the last of some pictures, none of which was seen before: each has some bytes behind its end."""
     drawn = [(rng.choice(SHAPES), rng.choice(COLOURS), rng.randrange(64, 400)) for _ in range(pictures)]
     parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_uri(shape_png(*each))}} for each in drawn
+        {"type": "image_url", "image_url": {"url": data_uri(shape_png(*each) + rng.randbytes(8))}} for each in drawn
     ]
     shape, colour, _ = drawn[-1]
     if pictures == 1:

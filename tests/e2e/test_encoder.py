@@ -180,7 +180,7 @@ async def answered(one: Client, request_id: str, reference: encoder_pb2.EncoderC
 
 
 async def outcome(one: Client, reference: encoder_pb2.EncoderCacheRef) -> int:
-    asked = encoder_pb2.TransferEncoderCacheRequest(encoder_cache=reference, transfer_id="t")
+    asked = encoder_pb2.TransferEncoderCacheRequest(encoder_cache=reference, transfer_id="t", consumer_instance_id="c")
     return int((await one.control.TransferEncoderCache(asked)).outcome)
 
 

@@ -23,6 +23,15 @@ TTL = 3.0
 KILLS = 50
 CLIENTS = 6
 CROWD = 200
+HELD = ("load_running_requests", "load_queued_requests", "encoder_cache_held_bytes")
+"""The metrics that are 0 when an engine holds nothing."""
+MADE = ("encoder_outputs_waiting", "scheduler_held_bytes", "row_transport_sessions", "row_transport_bytes")
+"""More of them, of an encoder."""
+TAKEN = (
+    *("row_intake_waiting", "row_intake_fetching", "row_intake_held_bytes", "row_intake_quarantined_bytes"),
+    *("row_transport_fetches", "row_transport_bytes"),
+)
+"""More of them, of who takes rows."""
 
 
 @contextmanager
@@ -44,10 +53,9 @@ def fleet(directory: Path, *roles: str) -> Iterator[list[Member]]:
 
 def nothing_held(numbers: dict[str, float]) -> bool:
     """Whether an engine holds nothing for anybody, but for what it keeps to be quick."""
-    held = ("outputs_waiting", "arena_blocks_held", "row_intake_waiting", "row_intake_held", "quarantined")
-    return not any(value for name, value in numbers.items() if any(word in name for word in held)) and not (
-        numbers["triptych_load_running_requests"] or numbers["triptych_load_queued_requests"]
-    )
+    rows = MADE if "triptych_encoder_outputs_waiting" in numbers else ()
+    rows = TAKEN if "triptych_row_intake_waiting" in numbers else rows
+    return not any(numbers[f"triptych_{name}"] for name in (*HELD, *rows))
 
 
 def check(tally: Tally) -> None:

@@ -107,6 +107,13 @@ def test_numbers_that_are_not_finite_are_trouble(number: float, dtype: torch.dty
     assert trouble == Trouble(RowTransferFailed, "came with numbers that are not finite")
 
 
+def test_numbers_that_only_the_tower_can_hold_are_trouble() -> None:
+    tower = FakeTower()
+    tower.encode = lambda inputs: [torch.full((5, 6), 1e5)] * len(inputs)
+    (trouble,) = Encoder(tower, RowSpec(6, torch.float16, torch.device("cpu"))).encode([given(1)])
+    assert trouble == Trouble(Internal, "was encoded to numbers that are not finite")
+
+
 def test_no_memory_for_rows_that_came_is_overload(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,6 +30,7 @@ from triptych.core.errors import ReferenceNotFound, RoleMismatch
 from triptych.core.events import Failed, Finished
 from triptych.core.media import DataUri, MediaItem, Modality, RawBytes
 from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping
+from triptych.engine.row_arena import ROW_LAYOUT
 from triptych.roles.contract import HealthState
 
 if TYPE_CHECKING:
@@ -245,6 +246,23 @@ async def test_several_encoders_of_one_request(engines: Engines, models: Models)
     one = request(PICTURES[2], PICTURES[0], PICTURES[1])
     given = (second[1], first[0], second[0])
     same(await ask_all(engines.both, replace(one, media=(), references=given)), await ask_all(engines.whole, one))
+
+
+async def test_what_waits_counts_against_the_quota_though_it_lies_in_files(models: Models, tmp_path: Path) -> None:
+    async with running_engines(models, SharedDir(tmp_path / "rows", 60.0), quota=2 * ROW_LAYOUT.block_bytes) as engines:
+        asked = [request(PICTURES[0], request_id=f"{number}") for number in range(3)]
+        waiting = [await referring(engines, one) for one in asked[:2]]
+        third = asyncio.create_task(referring(engines, asked[2]))
+        scheduler = engines.encoder._engine._scheduler
+        async with asyncio.timeout(20):
+            while scheduler.statistics().accepted < 3 or scheduler.busy:
+                await asyncio.sleep(0.001)
+        assert scheduler.statistics().handed_over == 2
+        for one in waiting:
+            same(await ask_all(engines.both, one), await ask_all(engines.whole, asked[0]))
+        same(await ask_all(engines.both, await third), await ask_all(engines.whole, asked[0]))
+        await engines.idle()
+        assert scheduler.statistics().held_bytes == 0
 
 
 # -- whoever leaves, at any moment -------------------------------------------------------------------------------------

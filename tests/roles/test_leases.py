@@ -18,7 +18,7 @@ from triptych.transport.contract import SessionEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OPERATIONS = ("grant", "expire", "taken", "free", "abort", "abort_of", "withdraw", "abort_all")
+OPERATIONS = ("keep", "grant", "expire", "taken", "free", "abort", "abort_of", "withdraw", "abort_all")
 NAMES = tuple("abcde")
 
 
@@ -82,6 +82,8 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
     over: list[str] = []
     taken: set[str] = set()
     freed: set[str] = set()
+    kept: set[str] = set()
+    """Those that are not over."""
     expected = Counter(granted=0, taken=0, expired=0, withdrawn=0)
     withdrawn: list[str] = []
     generation = Counter[str]()
@@ -89,6 +91,7 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
     def end(session_id: str, how: str) -> None:
         assert waiting.pop(session_id).cancelled
         over.append(session_id)
+        kept.discard(session_id)
         expected[how] += 1
         if how != "taken":
             withdrawn.append(session_id)
@@ -97,9 +100,15 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
         request_id = NAMES[index]
         session_id = f"{request_id}{generation[request_id]}"
         match operation:
-            case "grant" if session_id not in waiting:
+            case "keep" if session_id not in waiting and session_id not in kept:
                 generation[request_id] += 1
                 session_id = f"{request_id}{generation[request_id]}"
+                leases.keep(session_id)
+                kept.add(session_id)
+            case "grant" if session_id not in waiting:
+                if session_id not in kept:
+                    generation[request_id] += 1
+                    session_id = f"{request_id}{generation[request_id]}"
                 leases.grant(session_id, request_id)
                 waiting[session_id] = timers[-1]
                 expected["granted"] += 1
@@ -135,10 +144,12 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
                     end(session_id, "withdrawn")
                 else:  # the engine knows whether there is anything
                     withdrawn.append(session_id)
+                    kept.discard(session_id)
             case "abort_all":
                 assert leases.abort_all() == len(waiting)
                 for name in list(waiting):
                     end(name, "withdrawn")
+        assert sorted(keeper.released) == sorted(freed - kept)
     for name in over:
         assert leases.outcome(name) is (TransferOutcome.FINISHED if name in taken else TransferOutcome.FAILED)
     for name in waiting:  # by the transport it is unknown: whether that is its end is not
@@ -146,7 +157,6 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
     assert leases.waiting == len(waiting)
     assert leases.statistics() == {"waiting": len(waiting), **expected}
     assert keeper.withdrawn == withdrawn
-    assert sorted(keeper.released) == sorted(freed)
     assert sum(not timer.cancelled for timer in timers) == len(waiting)
     assert leases._idle.is_set() == (not waiting)
 

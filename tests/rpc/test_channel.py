@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ from triptych.wire.limits import LARGE_MESSAGE
 from triptych.wire.status import TransientFailure
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.rpc.conftest import Foreign, Serve
 
 SECONDS = 20.0
@@ -174,6 +177,40 @@ async def test_unary_calls(serve: Serve) -> None:
     assert len((await served.channel.health()).checks) == 2
     with pytest.raises(ModelNotFound):
         await served.channel.get_model_info("other")
+
+
+async def test_an_engine_that_answers_the_connection_late_is_reached(serve: Serve) -> None:
+    served = await serve()
+    async with late_door(served.address, 0.6) as address:
+        channel = EngineChannel(address)
+        try:
+            assert [event async for event in await channel.generate(REQUEST)] == answer(REQUEST)
+        finally:
+            await channel.close()
+
+
+@asynccontextmanager
+async def late_door(address: str, seconds: float) -> AsyncIterator[str]:
+    """Another address of a server, whose first bytes come late."""
+    host, _, port = address.rpartition(":")
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        target.close()
+
+    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(seconds)
+        inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+
+    door = await asyncio.start_server(let_in, "127.0.0.1", 0)
+    try:
+        yield "{}:{}".format(*door.sockets[0].getsockname())
+    finally:
+        door.close()
 
 
 async def test_nobody_listens() -> None:

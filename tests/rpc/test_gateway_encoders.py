@@ -89,6 +89,7 @@ async def test_an_encoder_whose_answer_does_not_come(directory: Path, shelf: She
         response = await run.chat(messages=asking(1))
         assert response.status_code == 503
         assert "no encoder engine for 'tiny' is left" in error_of(response)["message"]
+        assert "media item 0: e:" in error_of(response)["message"]
         assert "were not encoded within 0.05 s" in error_of(response)["message"]
         await until(run.nothing_is_held)
         assert shelf.each("used", "released")
@@ -223,6 +224,7 @@ async def test_what_is_full_at_all_encoders_is_said(directory: Path, shelf: Shel
         await run.all_ready()
         response = await run.chat(messages=asking(1))
         assert response.status_code == 429
+        assert error_of(response)["message"].startswith("media item 0: full")
         assert (len(one.requests), len(two.requests)) == (1, 1)
         assert reader.requests == []
 

@@ -1,6 +1,6 @@
 """The live items of an encoder engine and everything they hold.
 
-    waiting --admit--> running --a step--> stored --retire--> gone; its lease holds the blocks until FREE
+    waiting --admit--> running --a step--> stored --retire--> gone; its lease holds the blocks until its release
        |                  |
        +-----retire-------+--> gone: failed, cancelled
 

@@ -19,7 +19,7 @@ An item may come without input, when its rows are thought to be cached. If they 
 nothing of the group begins: all of its items end with ``RowsGone``, and hold nothing. One that kept its blocks while
 another is prepared could wait for a request that does the same.
 
-The last of an item is a lease: it holds the blocks until the transport has said that nobody reads them any more.
+The last of an item is a lease: it holds the blocks until it is released, because nobody reads them any more, nor will.
 """
 
 from __future__ import annotations

@@ -96,9 +96,10 @@ class Encoder:
         width = self._spec.row_width
         if rows.shape != (expected, width):
             return Trouble(Internal, f"was encoded to {list(rows.shape)}, not [{expected}, {width}]")
-        if not bool(torch.isfinite(rows).all()):
+        own = self._own(rows)  # first: what is finite for the tower may be too large for the decoder's dtype
+        if not bool(torch.isfinite(own).all()):
             return Trouble(Internal, "was encoded to numbers that are not finite")
-        return self._own(rows)
+        return own
 
     def _own(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows in the decoder's dtype, in storage of their own: a view would keep its whole batch alive."""

@@ -80,7 +80,7 @@ class Delivery:
         while True:
             if self._encoded is not None:
                 if takers := self._left(self._takes_rows):
-                    references = tuple(row.reference for row in self._encoded.rows)
+                    references = tuple(one.reference for one in self._encoded.outputs)
                     return self._leg(takers[0], replace(request, media=(), references=references))
                 self._let_go()
             readers = self._left(self._can_read)
@@ -111,9 +111,9 @@ class Delivery:
             self._errand.give_up(reader)
             return
         about = item_message(str(error))
-        rows = self._encoded.rows
-        blamed = rows[about.item : about.item + 1] if about and about.item < len(rows) else rows
-        self._errand.strike(*dict.fromkeys((reader, *(row.engine for row in blamed))))
+        outputs = self._encoded.outputs
+        blamed = outputs[about.item : about.item + 1] if about and about.item < len(outputs) else outputs
+        self._errand.strike(*dict.fromkeys((reader, *(one.engine for one in blamed))))
         self._let_go()
 
     def taken(self) -> tuple[Measured, ...]:
@@ -123,7 +123,7 @@ class Delivery:
 
     def _let_go(self) -> None:
         if self._encoded is not None:
-            self._encoders.let_go(self._encoded.rows)
+            self._encoders.let_go(self._encoded.outputs)
             self._encoded = None
 
     def _encodable(self, reader: Engine) -> bool:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from triptych.gateway.workers import Workers
 
 
-class Row(NamedTuple):
+class Output(NamedTuple):
     """One item, encoded."""
 
     engine: Engine
@@ -49,14 +49,14 @@ class Row(NamedTuple):
 class Encoded(NamedTuple):
     """All items of a request."""
 
-    rows: tuple[Row, ...]
+    outputs: tuple[Output, ...]
     """In the request's order."""
     measured: tuple[Measured, ...]
 
     def fits(self, reader: Engine) -> bool:
         """Whether an engine can take all of them."""
         end = reader.abilities.rows if reader.abilities else None
-        return end is not None and not any(row.end.misfit(end) for row in self.rows)
+        return end is not None and not any(one.end.misfit(end) for one in self.outputs)
 
 
 class Encoders(NamedTuple):
@@ -73,10 +73,10 @@ class Encoders(NamedTuple):
         wanted = {item.modality for item in errand.request.media}
         return self.pool.left(errand, Part.ENCODE, lambda encoder: wanted <= encoder.rows_for(reader))
 
-    def let_go(self, rows: Sequence[Row]) -> None:
+    def let_go(self, outputs: Sequence[Output]) -> None:
         """Have outputs released that nobody will use."""
-        for row in rows:
-            self.aborts.tell(row.engine.channel.abort_reference(row.reference))
+        for one in outputs:
+            self.aborts.tell(one.engine.channel.abort_reference(one.reference))
 
 
 class Encoding:
@@ -97,15 +97,15 @@ class Encoding:
             TriptychError: an item cannot be used, or another failure that would come again; nothing is held.
         """
         items = range(len(self.errand.request.media))
-        rows: dict[int, Row] = {}
+        outputs: dict[int, Output] = {}
         measured: list[Measured] = []
         done = False
         try:
-            done = await self._share_out(items, _Way(reader, rows, measured))
+            done = await self._share_out(items, _Way(reader, outputs, measured))
         finally:
             if not done:
-                self.encoders.let_go(tuple(rows.values()))
-        return Encoded(tuple(rows[item] for item in items), tuple(measured)) if done else None
+                self.encoders.let_go(tuple(outputs.values()))
+        return Encoded(tuple(outputs[item] for item in items), tuple(measured)) if done else None
 
     async def _share_out(self, items: Sequence[int], way: _Way) -> bool:
         """Encode some items; returns whether they are there."""
@@ -177,11 +177,11 @@ class Encoding:
             self.encoders.aborts.tell(engine.channel.abort(asked.request_id))  # outputs may be on their way here
             raise
         references = [reference for reference in ready.references if isinstance(reference, SealedReference)]
-        rows = [Row(engine, end, reference) for reference in references]
-        if len(rows) != len(items):
-            self.encoders.let_go(rows)
-            raise Internal(f"{engine.address} encoded {len(items)} media item(s) and handed {len(rows)} over")
-        way.rows.update(zip(items, rows, strict=True))
+        outputs = [Output(engine, end, reference) for reference in references]
+        if len(outputs) != len(items):
+            self.encoders.let_go(outputs)
+            raise Internal(f"{engine.address} encoded {len(items)} media item(s) and handed {len(outputs)} over")
+        way.outputs.update(zip(items, outputs, strict=True))
         way.measured.append(Measured(f"encoder {engine.address}", ready.spans))
 
     def _request(self, items: Sequence[int], engine: Engine, end: RowEnd) -> GenerateRequest:
@@ -203,11 +203,11 @@ class Encoding:
 
 
 class _Way(NamedTuple):
-    """Where rows of one request go."""
+    """Where what is made of one request's items goes."""
 
     reader: Engine
     """Whom they are made for."""
-    rows: dict[int, Row]
+    outputs: dict[int, Output]
     """Those that are there, by the item's index."""
     measured: list[Measured]
 
@@ -270,9 +270,12 @@ async def _ready(engine: Engine, asked: GenerateRequest) -> EncoderReady:
 
 
 def _named(error: TriptychError, items: Sequence[int]) -> TriptychError:
-    """The error with the index that its item has in the whole request."""
+    """The error with the index that its item has in the whole request; with those of all, if it may be about any."""
     about = item_message(str(error))
-    if about is None or about.item >= len(items):
+    if about is None:
+        which = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(map(str, items))}"
+        return type(error)(f"media {which}: {error}") if error.retryable else error
+    if about.item >= len(items):
         return error
     item = items[about.item]
     if isinstance(error, MediaError):

@@ -159,7 +159,8 @@ class Engine:
         self.last_used = 0
         """When it was last chosen, in choices of the router's."""
         self.suspect = asyncio.Event()
-        """Set when a request has found it away: one broken call may be all there is to it, so look again at once."""
+        """Set when a request has found it away: perhaps one call was broken, and no more. The next look decides, at
+        once."""
         self._instance_id = ""
 
     @property
@@ -200,8 +201,7 @@ class Engine:
         """
         try:
             return await self.channel.generate(request)
-        except Draining as error:
-            self.set_state(EngineState.UNREACHABLE, str(error))
+        except Draining:
             self.suspect.set()
             raise
 

@@ -75,8 +75,8 @@ class Aggregated:
         with self._live.arriving(request) as arrival:
             draft = await self._intake.draft(request, time.monotonic())
             arrival.go_on()
-            ticket = self._intake.line_up(request)
             answer = self._live.answer(request)
+            ticket = self._intake.line_up(request)
             self._live.begin(answer, ticket, self._submit(answer, draft, ticket))
         return answer
 

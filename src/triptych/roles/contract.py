@@ -47,7 +47,7 @@ class TransferOutcome(enum.IntEnum):
     IN_PROGRESS = 3
     """A consumer is taking it."""
     FAILED = 4
-    """It was released, has expired, or could not be kept; nobody has it."""
+    """It was released, has expired, or could not be kept: nobody can take it any more."""
 
 
 class AbortOutcome(enum.Enum):

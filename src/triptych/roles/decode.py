@@ -105,8 +105,8 @@ class Decode:
             else:
                 draft = await self._intake.validate(request, time.monotonic())
             arrival.go_on()
-            ticket = self._intake.line_up(draft.request)
             answer = self._live.answer(request)
+            ticket = self._intake.line_up(draft.request)
             self._live.begin(answer, ticket, self._submit(answer, session, draft, ticket))
         try:
             await answer.admission()

@@ -6,6 +6,7 @@
                (the engine encodes what it has no rows of, and publishes the rows)
     push       where each item's rows lie; or that rows are gone which were to be there: open all, submit once more
     lease      from then on their time runs, whoever has read of them      -> EncoderReady
+               (until they are over they count against the memory for rows, wherever the transport has them)
 
 There is no language model here, and rows are the same whatever is asked about a picture. So a request may be the very
 one that the other engines get: how it shall be answered, in how many outputs, with which adapter, is not looked at. Of
@@ -170,7 +171,8 @@ class _Way:
         )
         self._layouts, self._names = tuple(one.layout for one in found), names
         self._unsure = found if any(isinstance(one, _Known) for one in found) else ()
-        for layout in self._layouts:
+        for layout, name in zip(self._layouts, names, strict=True):
+            role.leases.keep(name)
             role.known.remember(layout)
 
     def read(self, request: GenerateRequest) -> tuple[_Found, ...]:

@@ -7,7 +7,9 @@
 
 Each ends by the first of these, once; who had begun to take it before that still gets all of it, and is remembered. The
 memory is another matter: only the transport knows when nobody reads it any more, and until it says FREE the engine
-keeps the blocks, whatever became of the session.
+keeps the blocks, whatever became of the session. Some transports say so early, because the bytes are in a place of
+their own by then. Where blocks are to be kept (``keep``), they stay all the same until the session is over: what waits
+is then bounded by the engine's memory, whatever moves it.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ class Leases:
         self._waiting: dict[str, _Lease] = {}
         self._over: OrderedDict[str, bool] = OrderedDict()
         """Whether somebody has everything."""
+        self._kept: dict[str, bool] = {}
+        """Sessions whose blocks stay until they are over: whether the transport has said FREE."""
         self._counts = Counter(granted=0, taken=0, expired=0, withdrawn=0)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,6 +79,10 @@ class Leases:
     def waiting(self) -> int:
         """Sessions that can still be taken."""
         return len(self._waiting)
+
+    def keep(self, session_id: str) -> None:
+        """Have its blocks stay until it is over, however early they are FREE. It must be granted or withdrawn later."""
+        self._kept[session_id] = False
 
     def grant(self, session_id: str, request_id: str) -> int:
         """Begin; returns when it ends, in Unix nanoseconds."""
@@ -91,6 +99,8 @@ class Leases:
 
     def _hear(self, session_id: str, event: SessionEvent) -> None:
         match event:
+            case SessionEvent.FREE if session_id in self._kept:
+                self._kept[session_id] = True
             case SessionEvent.FREE:
                 self._engine.release(session_id)
             case SessionEvent.TAKEN:
@@ -104,6 +114,7 @@ class Leases:
             self._end(session_id, "withdrawn")
         else:
             self._engine.withdraw(session_id)
+            self._let_go(session_id)
 
     def abort(self, session_id: str) -> AbortOutcome | None:
         """Withdraw one by its name; None: there is none, and none of this name is remembered."""
@@ -162,5 +173,11 @@ class Leases:
             self._over.popitem(last=False)
         if how != "taken":
             self._engine.withdraw(session_id)
+        self._let_go(session_id)
         if not self._waiting:
             self._idle.set()
+
+    def _let_go(self, session_id: str) -> None:
+        """It is over: its blocks need not be kept for it any more."""
+        if self._kept.pop(session_id, False):
+            self._engine.release(session_id)

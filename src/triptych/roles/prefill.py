@@ -71,7 +71,6 @@ class Prefill:
         with self._live.arriving(request) as arrival:
             draft = await self._intake.draft(request, time.monotonic())
             arrival.go_on()
-            ticket = self._intake.line_up(request)
             handoff = _Handoff(request.request_id, self._leases, self._model)
             answer = HandoverAnswer(
                 request.request_id,
@@ -82,6 +81,7 @@ class Prefill:
                 abort=self._engine.abort,
                 on_close=self._live.close,
             )
+            ticket = self._intake.line_up(request)
             self._live.begin(answer, ticket, self._submit(answer, handoff, draft, ticket))
         return answer
 

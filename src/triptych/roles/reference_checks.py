@@ -14,6 +14,7 @@ from triptych.core.encoded import EncoderReference
 from triptych.core.errors import InvalidRequest, ReferenceMismatch, ReferenceNotFound, UnsupportedFeature
 from triptych.core.layout import Run
 from triptych.core.media import Modality
+from triptych.engine.limits import check_rows
 from triptych.roles.session_checks import any_plan
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def check_references(
         _check_size(index, reference.item, terms)
     items = tuple(reference.item for reference in read)
     _check_apart(items)
+    check_rows([item.layout for item in items], terms.row_bytes, terms.cache_bytes)
     _check_quota(items, terms)
     return items
 
@@ -149,17 +151,11 @@ def _check_layout(index: int, layout: ItemLayout, processor: Processor, merge: i
 
 
 def _check_size(index: int, item: EncodedItem, terms: RowTerms) -> None:
-    size = item.layout.rows * terms.row_bytes
-    blocks = terms.layout.blocks(size)
+    blocks = terms.layout.blocks(item.layout.rows * terms.row_bytes)
     if item.handle.blocks != blocks:
         raise InvalidRequest(
             f"media item {index}: its rows are said to lie in {item.handle.blocks} blocks of "
             f"{terms.layout.block_bytes} bytes; {item.layout.rows} rows of {terms.row_bytes} bytes fill {blocks}"
-        )
-    if size > terms.cache_bytes:
-        raise InvalidRequest(
-            f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
-            f"{terms.cache_bytes}; send a smaller item, or start with --encoder-cache-bytes {size}"
         )
 
 

@@ -45,7 +45,7 @@ _OUTCOME_MESSAGES = {
     TransferOutcome.FINISHED: "a consumer has all of it",
     TransferOutcome.NOT_STARTED: "it waits, and can be taken",
     TransferOutcome.IN_PROGRESS: "a consumer is taking it",
-    TransferOutcome.FAILED: "it was released, has expired or could not be kept; nobody has it",
+    TransferOutcome.FAILED: "it was released, has expired or could not be kept; nobody can take it any more",
 }
 _SEVERITY = (HealthState.READY, HealthState.DEGRADED, HealthState.STARTING, HealthState.NOT_READY)
 

@@ -30,7 +30,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # Engines come and go; the default backoff of up to two minutes would keep a new one waiting.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # What this one bounds is how long one attempt may take: a machine with more work than cores answers late.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Engines are named by address; a proxy in the environment is meant for other traffic.
     ("grpc.enable_http_proxy", 0),

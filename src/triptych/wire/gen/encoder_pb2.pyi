@@ -42,7 +42,7 @@ class _TransferOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trans
     """Provably nothing was moved: the output waits, and the consumer may free its memory and retry."""
     TRANSFER_OUTCOME_IN_PROGRESS: _TransferOutcome.ValueType  # 3
     TRANSFER_OUTCOME_FAILED: _TransferOutcome.ValueType  # 4
-    """Nobody has the output, nor ever will: it was released, has expired, or a move of it did not complete."""
+    """Nobody can take the output any more: it was released, has expired, or a move of it did not complete."""
 
 class TransferOutcome(_TransferOutcome, metaclass=_TransferOutcomeEnumTypeWrapper): ...
 
@@ -52,7 +52,7 @@ TRANSFER_OUTCOME_NOT_STARTED: TransferOutcome.ValueType  # 2
 """Provably nothing was moved: the output waits, and the consumer may free its memory and retry."""
 TRANSFER_OUTCOME_IN_PROGRESS: TransferOutcome.ValueType  # 3
 TRANSFER_OUTCOME_FAILED: TransferOutcome.ValueType  # 4
-"""Nobody has the output, nor ever will: it was released, has expired, or a move of it did not complete."""
+"""Nobody can take the output any more: it was released, has expired, or a move of it did not complete."""
 Global___TransferOutcome: _TypeAlias = TransferOutcome  # noqa: Y015
 
 @_typing.final
