@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email.utils
 import gzip
 import random
-import socket
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.web import PUBLIC, Caller, Site, Web, answer, redirect
-from triptych.core.config import FetchSettings, MediaLimits
+from tests.contract.web import PUBLIC, URL, Caller, Web, answer, failure, fetcher, redirect
+from triptych.core.config import MediaLimits
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Stage
 from triptych.media.exchange import MAX_HEAD
-from triptych.media.fetch import FIRST_PAUSE, Fetcher
+from triptych.media.fetch import FIRST_PAUSE
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    Start = Callable[..., Awaitable[Site]]
-
-LIMITS = MediaLimits(max_item_bytes=100_000)
-URL = "http://a.example/x.png"
+    from collections.abc import AsyncIterator
 
 
 @pytest.fixture
-def web() -> Web:
-    return Web()
-
-
-@pytest.fixture
-async def start(web: Web) -> AsyncIterator[Start]:
-    """Start a server that has the name a.example, or others, at an address of the Internet."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def site(*answers: object, names: tuple[str, ...] = ("a.example",), address: str = PUBLIC) -> Site:
-            one = Site(*answers)
-            await one.start()
-            stack.push_async_callback(one.stop)
-            web.put(one, *names, address=address)
-            return one
-
-        yield site
-
-
-def fetcher(web: Web, limits: MediaLimits = LIMITS, **settings: object) -> Fetcher:
-    return Fetcher(FetchSettings(**settings), limits, web)
+async def web() -> AsyncIterator[Web]:
+    web = Web()
+    yield web
+    await web.stop()
 
 
 def named(value: object) -> str:
@@ -58,18 +34,8 @@ def named(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-async def failure(fetcher: Fetcher, url: str = URL, index: int = 2) -> MediaError:
-    with pytest.raises(MediaError) as caught:
-        await fetcher.fetch(index, url)
-    error = caught.value
-    assert error.index == index
-    assert str(error) == f"media item {index}: {error.stage.value}: {error.reason}"
-    assert "secret" not in str(error)
-    return error
-
-
-async def test_the_bytes_of_a_url(web: Web, start: Start) -> None:
-    site = await start(answer(b"\x89PNG and more"))
+async def test_the_bytes_of_a_url(web: Web) -> None:
+    site = await web.start(answer(b"\x89PNG and more"))
     fetching = fetcher(web)
     assert await fetching.fetch(0, "http://a.example/d/x.png?y=%20z#part") == b"\x89PNG and more"
     lines = site.heads[0].decode().split("\r\n")
@@ -102,21 +68,21 @@ async def slowly(caller: Caller) -> None:
         slowly,
     ],
 )
-async def test_all_the_ways_to_say_ten_bytes(web: Web, start: Start, said: bytes) -> None:
-    await start(said)
+async def test_all_the_ways_to_say_ten_bytes(web: Web, said: bytes) -> None:
+    await web.start(said)
     assert await fetcher(web).fetch(0, URL) == b"0123456789"
 
 
-async def test_a_large_body_comes_whole(web: Web, start: Start) -> None:
+async def test_a_large_body_comes_whole(web: Web) -> None:
     body = bytes(range(256)) * 20_000
-    await start(answer(body))
+    await web.start(answer(body))
     assert await fetcher(web, MediaLimits(max_item_bytes=len(body))).fetch(0, URL) == body
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-async def test_redirects_are_followed(web: Web, start: Start, status: int) -> None:
-    first = await start(redirect("//b.example/y?z", status))
-    second = await start(answer(b"there"), names=("b.example",), address="1.1.1.1")
+async def test_redirects_are_followed(web: Web, status: int) -> None:
+    first = await web.start(redirect("//b.example/y?z", status))
+    second = await web.start(answer(b"there"), names=("b.example",), address="1.1.1.1")
     assert await fetcher(web).fetch(0, URL) == b"there"
     assert web.asked == ["a.example", "b.example"]
     assert web.dialled == [(PUBLIC, 80), ("1.1.1.1", 80)]
@@ -126,8 +92,8 @@ async def test_redirects_are_followed(web: Web, start: Start, status: int) -> No
     assert len(first.heads) == 1
 
 
-async def test_five_redirects_and_not_six(web: Web, start: Start) -> None:
-    site = await start(*[redirect(f"/{i}") for i in range(5)], answer(b"far away"))
+async def test_five_redirects_and_not_six(web: Web) -> None:
+    site = await web.start(*[redirect(f"/{i}") for i in range(5)], answer(b"far away"))
     assert await fetcher(web).fetch(0, URL) == b"far away"
     assert [head.split()[1] for head in site.heads] == [b"/x.png", *(b"/%d" % i for i in range(5))]
     site.answers.clear()
@@ -171,8 +137,8 @@ async def test_five_redirects_and_not_six(web: Web, start: Start) -> None:
     }.items(),
     ids=named,
 )
-async def test_answers_that_another_try_would_not_change(web: Web, start: Start, said: bytes, reason: str) -> None:
-    site = await start(said)
+async def test_answers_that_another_try_would_not_change(web: Web, said: bytes, reason: str) -> None:
+    site = await web.start(said)
     error = await failure(fetcher(web), "http://a.example/?token=secret")
     assert error.reason.startswith(f"a.example: {reason}")
     assert type(error) is MediaError
@@ -183,7 +149,7 @@ async def test_answers_that_another_try_would_not_change(web: Web, start: Start,
 
 
 @pytest.mark.parametrize("length", ["100001", "9" * 15, "9" * 20])
-async def test_a_length_over_the_limit_is_not_read(web: Web, start: Start, length: str) -> None:
+async def test_a_length_over_the_limit_is_not_read(web: Web, length: str) -> None:
     left = asyncio.Event()
 
     async def endless(caller: Caller) -> None:
@@ -191,7 +157,7 @@ async def test_a_length_over_the_limit_is_not_read(web: Web, start: Start, lengt
         await caller.gone()
         left.set()
 
-    await start(endless)
+    await web.start(endless)
     error = await failure(fetcher(web))
     assert error.reason == f"a.example: {length} bytes; at most 100000 (--max-item-bytes)"
     assert error.stage is Stage.LIMIT
@@ -200,7 +166,7 @@ async def test_a_length_over_the_limit_is_not_read(web: Web, start: Start, lengt
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"])
-async def test_an_endless_body_ends_at_the_limit(web: Web, start: Start, head: bytes) -> None:
+async def test_an_endless_body_ends_at_the_limit(web: Web, head: bytes) -> None:
     sent = 0
 
     async def endless(caller: Caller) -> None:
@@ -210,7 +176,7 @@ async def test_an_endless_body_ends_at_the_limit(web: Web, start: Start, head: b
             await caller.say(b"3e8\r\n" + bytes(1000) + b"\r\n" if b"chunked" in head else bytes(1000))
             sent += 1000
 
-    site = await start(endless)
+    site = await web.start(endless)
     error = await failure(fetcher(web, fetch_max_bytes=5000))
     assert error.reason == "a.example: more than 5000 bytes; at most 5000 (--fetch-max-bytes)"
     assert error.stage is Stage.LIMIT
@@ -218,20 +184,20 @@ async def test_an_endless_body_ends_at_the_limit(web: Web, start: Start, head: b
     assert sent < 50_000_000  # what the machine's own buffers hold
 
 
-async def test_the_last_byte_that_fits(web: Web, start: Start) -> None:
-    await start(answer(bytes(100_000)))
+async def test_the_last_byte_that_fits(web: Web) -> None:
+    await web.start(answer(bytes(100_000)))
     assert len(await fetcher(web).fetch(0, URL)) == 100_000
 
 
-async def test_a_body_in_crumbs_is_refused_before_it_costs_much(web: Web, start: Start) -> None:
+async def test_a_body_in_crumbs_is_refused_before_it_costs_much(web: Web) -> None:
     crumbs = b"1\r\nx\r\n" * 50_000
-    await start(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + crumbs)
+    await web.start(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + crumbs)
     error = await failure(fetcher(web))
     assert error.reason.startswith("a.example: its answer came in 4113 pieces for 4113 bytes")
 
 
-async def test_others_have_their_turn_while_crumbs_are_read(web: Web, start: Start) -> None:
-    await start(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 4000 + b"0\r\n\r\n")
+async def test_others_have_their_turn_while_crumbs_are_read(web: Web) -> None:
+    await web.start(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 4000 + b"0\r\n\r\n")
     task = asyncio.create_task(fetcher(web).fetch(0, URL))
     turns = 0
     while not task.done():
@@ -268,8 +234,8 @@ PASSING = {
 
 
 @pytest.mark.parametrize(("said", "reason"), PASSING.items(), ids=named)
-async def test_what_passes_is_tried_again(web: Web, start: Start, said: bytes, reason: str) -> None:
-    site = await start(said, said, answer(b"at last"))
+async def test_what_passes_is_tried_again(web: Web, said: bytes, reason: str) -> None:
+    site = await web.start(said, said, answer(b"at last"))
     fetching = fetcher(web)
     assert await fetching.fetch(0, URL) == b"at last"
     assert web.pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE]
@@ -287,9 +253,9 @@ async def test_what_passes_is_tried_again(web: Web, start: Start, said: bytes, r
     assert len(site.heads) == 3 + 3 + 1
 
 
-async def test_retries_are_counted_over_all_hops(web: Web, start: Start) -> None:
+async def test_retries_are_counted_over_all_hops(web: Web) -> None:
     busy = answer(b"", 503)
-    site = await start(busy, redirect("/y"), busy, redirect("/z"), busy)
+    site = await web.start(busy, redirect("/y"), busy, redirect("/z"), busy)
     assert (await failure(fetcher(web))).reason == "a.example: it answered 503"
     assert [head.split()[1] for head in site.heads] == [b"/x.png", b"/x.png", b"/y", b"/y", b"/z"]
     assert web.pauses == [FIRST_PAUSE, FIRST_PAUSE]
@@ -302,15 +268,15 @@ async def test_retries_are_counted_over_all_hops(web: Web, start: Start) -> None
         *(("Wed, 21 Oct 2015 07:28:00 GMT", FIRST_PAUSE), ("1 Jan 0100 00:00:00", FIRST_PAUSE)),
     ],
 )
-async def test_a_server_says_when_to_come_again(web: Web, start: Start, after: str, seconds: float) -> None:
-    await start(answer(b"", 429, Retry_After=after), answer(b"at last"))
+async def test_a_server_says_when_to_come_again(web: Web, after: str, seconds: float) -> None:
+    await web.start(answer(b"", 429, Retry_After=after), answer(b"at last"))
     assert await fetcher(web).fetch(0, URL) == b"at last"
     assert web.pauses == [seconds]
 
 
 @pytest.mark.parametrize("after", ["31", "9" * 50, email.utils.formatdate(time.time() + 86400, usegmt=True)])
-async def test_nobody_waits_for_longer_than_there_is_time(web: Web, start: Start, after: str) -> None:
-    site = await start(answer(b"", 503, Retry_After=after))
+async def test_nobody_waits_for_longer_than_there_is_time(web: Web, after: str) -> None:
+    site = await web.start(answer(b"", 503, Retry_After=after))
     web.deadline = lambda seconds: asyncio.timeout(seconds)  # type: ignore[method-assign]
     error = await failure(fetcher(web))
     assert type(error) is MediaUnavailable
@@ -319,178 +285,14 @@ async def test_nobody_waits_for_longer_than_there_is_time(web: Web, start: Start
     assert len(site.heads) == 1
 
 
-async def test_a_name_that_nobody_has(web: Web) -> None:
-    error = await failure(fetcher(web))
-    assert error.reason == "a.example: the name has no address: Name or service not known"
-    assert type(error) is MediaError
-    assert web.asked == ["a.example"]
-    assert web.dialled == []
-
-
-async def test_a_resolver_that_cannot_tell_is_asked_again(web: Web, start: Start) -> None:
-    await start(answer(b"at last"))
-    unsure = OSError(5, "Input/output error")
-    again = web.names["a.example"][0]
-    web.names["a.example"] = [socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), unsure, again]
-    assert await fetcher(web).fetch(0, URL) == b"at last"
-    assert web.asked == ["a.example"] * 3
-    web.names["a.example"] = [unsure]
-    error = await failure(fetcher(web))
-    assert type(error) is MediaUnavailable
-    assert error.reason == "a.example: the name has no address: Input/output error"
-
-
-@pytest.mark.parametrize("count", [0, 65])
-async def test_a_name_with_no_addresses_or_too_many(web: Web, count: int) -> None:
-    web.names["a.example"] = [[f"1.1.1.{i}" for i in range(count)]]
-    error = await failure(fetcher(web))
-    assert error.reason == f"a.example: the name has {count} addresses; at most 64"
-    assert web.dialled == []
-
-
-async def test_one_address_after_the_other_is_dialled(web: Web, start: Start) -> None:
-    await start(answer(b"found"), address="1.1.1.3")
-    web.names["a.example"] = [["1.1.1.1", "2606:4700::1", "1.1.1.3", "1.1.1.4"]]
-    assert await fetcher(web).fetch(0, URL) == b"found"
-    assert web.dialled == [("1.1.1.1", 80), ("2606:4700::1", 80), ("1.1.1.3", 80)]
-
-
-async def test_a_host_that_takes_no_calls(web: Web) -> None:
-    web.names["a.example"] = [[f"1.1.1.{i}" for i in range(9)]]
-    error = await failure(fetcher(web, fetch_retries=1))
-    assert error.reason == "a.example: it cannot be connected to: Connection refused"
-    assert type(error) is MediaUnavailable
-    assert web.dialled == [(f"1.1.1.{i}", 80) for i in range(4)] * 2
-
-
-async def test_an_address_that_does_not_answer_costs_its_own_time_only(web: Web, start: Start) -> None:
-    await start(answer(b"found"), address="1.1.1.2")
-    web.names["a.example"] = [["1.1.1.1", "1.1.1.2"]]
-    dial = web.dial
-
-    async def silent(address: object, port: int) -> object:
-        if str(address) == "1.1.1.1":
-            seconds, timeout = web.deadlines[-1]
-            assert seconds == 5
-            timeout.reschedule(asyncio.get_running_loop().time())
-            await asyncio.Event().wait()
-        return await dial(address, port)  # type: ignore[arg-type]
-
-    web.dial = silent  # type: ignore[method-assign, assignment]
-    assert await fetcher(web).fetch(0, URL) == b"found"
-    web.names["a.example"] = [["1.1.1.1"]]
-    reason = (await failure(fetcher(web, fetch_retries=0))).reason
-    assert reason == "a.example: it cannot be connected to: no answer within 5 s (--fetch-connect-seconds)"
-
-
-@pytest.mark.parametrize(
-    ("said", "doing"),
-    [
-        (b"", "before the answer"),
-        (b"HTTP/1.1 200 OK\r\nContent", "before the answer"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "before the first byte of the body"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nslow", "after 4 bytes of the body"),
-    ],
-)
-async def test_a_slow_server_is_left_when_the_time_is_over(web: Web, start: Start, said: bytes, doing: str) -> None:
-    left = asyncio.Event()
-
-    async def stall(caller: Caller) -> None:
-        await caller.say(said)
-        await asyncio.sleep(0.05)  # for what was said to be read; nothing depends on its having been
-        web.end_time()
-        await caller.gone()
-        left.set()
-
-    await start(stall)
-    error = await failure(fetcher(web))
-    assert error.reason in {
-        f"a.example: the 30 s that it has were over {when} (--fetch-seconds)" for when in (doing, "before the answer")
-    }
-    assert type(error) is MediaUnavailable
-    assert web.deadlines[0][0] == 30
-    await left.wait()
-
-
-async def test_the_time_is_for_all_hops_and_tries(web: Web, start: Start) -> None:
-    async def last(caller: Caller) -> None:
-        web.end_time()
-        await caller.gone()
-
-    site = await start(answer(b"", 503), redirect("/y"), last)
-    assert "the 30 s that it has were over before the answer" in (await failure(fetcher(web))).reason
-    assert [seconds for seconds, _ in web.deadlines] == [30, 5, 5, 5]
-    assert len(site.heads) == 3
-
-
-async def test_the_time_ends_while_a_name_is_looked_up(web: Web) -> None:
-    async def lookup(host: str) -> list[str]:
-        web.end_time()
-        await asyncio.Event().wait()
-        raise AssertionError(host)
-
-    web.resolve = lookup  # type: ignore[method-assign]
-    reason = (await failure(fetcher(web))).reason
-    assert reason == "a.example: the 30 s that it has were over while its name was looked up (--fetch-seconds)"
-
-
-async def test_a_tiny_deadline_on_the_machines_own_clock(web: Web, start: Start) -> None:
-    async def stall(caller: Caller) -> None:
-        await caller.gone()
-
-    site = await start(stall)
-    web.deadline = lambda seconds: asyncio.timeout(seconds)  # type: ignore[method-assign]
-    error = await failure(fetcher(web, fetch_seconds=0.02))
-    assert "the 0.02 s that it has were over" in error.reason
-    await site.idle()
-
-
-async def test_few_talk_to_one_host_and_not_too_many_to_all(web: Web, start: Start) -> None:
-    gate = asyncio.Event()
-
-    async def wait(caller: Caller) -> None:
-        await gate.wait()
-        await caller.say(answer())
-
-    one = await start(wait)
-    other = await start(wait, names=("b.example", "c.example"), address="1.1.1.1")
-    fetching = fetcher(web, fetch_per_host=2, fetch_at_once=5)
-    tasks = [asyncio.create_task(fetching.fetch(i, URL)) for i in range(6)]
-    tasks += [asyncio.create_task(fetching.fetch(i, f"http://{'bc'[i % 2]}.example/")) for i in range(6)]
-    while (one.open, other.open) != (2, 3):
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.02)  # time to overstep, if anything would
-    assert (one.open, other.open, fetching.statistics().hosts) == (2, 3, 3)
-    tasks.pop().cancel()
-    gate.set()
-    assert await asyncio.gather(*tasks) == [b"a picture"] * 11
-    assert one.most <= 2
-    assert other.most <= 4
-    assert fetching.statistics().hosts == 0
-
-
-async def test_a_try_gives_its_turn_up_while_it_waits_to_try_again(web: Web, start: Start) -> None:
-    await start(answer(b"", 503), answer(b"first come"), answer(b"then"))
-    fetching = fetcher(web, fetch_per_host=1)
-    others: list[asyncio.Task[bytes]] = []
-
-    async def pause(seconds: float) -> None:
-        others.append(asyncio.create_task(fetching.fetch(1, URL)))
-        await others[0]
-
-    web.pause = pause  # type: ignore[method-assign]
-    assert await fetching.fetch(0, URL) == b"then"
-    assert await others[0] == b"first come"
-
-
-async def test_the_environment_names_no_proxy(web: Web, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_names_no_proxy(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    await start(answer(b"direct"))
+    await web.start(answer(b"direct"))
     assert await fetcher(web).fetch(0, URL) == b"direct"
 
 
-async def test_whatever_a_server_says_the_answer_is_bytes_or_an_error_of_ours(web: Web, start: Start) -> None:
+async def test_whatever_a_server_says_the_answer_is_bytes_or_an_error_of_ours(web: Web) -> None:
     chance = random.Random(0)
     good = [
         answer(b"0123456789"),
@@ -507,7 +309,7 @@ async def test_whatever_a_server_says_the_answer_is_bytes_or_an_error_of_ours(we
             said[at : at + chance.randrange(3)] = chance.choice([b"", b"\r\n", b"9" * 30, chance.randbytes(2)])
         await caller.say(bytes(said))
 
-    await start(mutant)
+    await web.start(mutant)
     fetching = fetcher(web)
     for _ in range(400):
         try:

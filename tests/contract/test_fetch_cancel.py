@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import gc
 import random
-import ssl
 from pathlib import Path
 
 import pytest
 
-from tests.contract.web import Caller, Site, Web, answer, redirect
+from tests.contract.web import URL, Caller, Web, answer, fetcher, redirect, server_tls
 from tests.rpc.certificates import Authority
-from triptych.core.config import FetchSettings, MediaLimits
 from triptych.core.errors import MediaError
-from triptych.media.fetch import Fetcher
+
+A, B = "a.example", "b.example"
 
 
 def sockets() -> int:
@@ -39,14 +38,11 @@ async def test_cancelled_at_random_points(tmp_path: Path, scheme: str, rounds: i
     chance = random.Random(0)
     authority, web = Authority(tmp_path), Web()
     port = {"http": 80, "https": 443}[scheme]
-    first, second = Site(redirect(f"{scheme}://b.example/")), Site(in_steps)
-    for site, host, address in ((first, "a.example", "1.1.1.1"), (second, "b.example", "1.1.1.2")):
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(*authority.issue(host, host=host))
-        await site.start(context if scheme == "https" else None)
-        web.put(site, host, address=address, port=port)
-    settings = FetchSettings(fetch_ca_file=str(authority.path), fetch_per_host=3, fetch_at_once=4)
-    fetching = Fetcher(settings, MediaLimits(), web)
+    sites = []
+    for said, host, address in ((redirect(f"{scheme}://b.example/"), A, "1.1.1.1"), (in_steps, B, "1.1.1.2")):
+        tls = server_tls(authority, host) if scheme == "https" else None
+        sites.append(await web.start(said, names=(host,), address=address, port=port, tls=tls))
+    fetching = fetcher(web, fetch_ca_file=str(authority.path), fetch_per_host=3, fetch_at_once=4)
 
     async def fetch() -> str:
         with contextlib.suppress(MediaError):
@@ -54,8 +50,8 @@ async def test_cancelled_at_random_points(tmp_path: Path, scheme: str, rounds: i
         return "failed"
 
     assert await fetch() == "50000 bytes"
-    await first.idle()
-    await second.idle()
+    for site in sites:
+        await site.idle()
     tasks, count = asyncio.all_tasks(), sockets()
     outcomes: dict[str, int] = {}
     for _ in range(rounds // 10):
@@ -67,8 +63,8 @@ async def test_cancelled_at_random_points(tmp_path: Path, scheme: str, rounds: i
         for got in await asyncio.gather(*fetches, return_exceptions=True):
             name = got if isinstance(got, str) else type(got).__name__
             outcomes[name] = outcomes.get(name, 0) + 1
-    await first.idle()
-    await second.idle()
+    for site in sites:
+        await site.idle()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == tasks
     assert sockets() == count
@@ -77,8 +73,7 @@ async def test_cancelled_at_random_points(tmp_path: Path, scheme: str, rounds: i
     assert set(outcomes) <= {"CancelledError", "50000 bytes"}
     # All turns were given back: as many as there are can be had at once.
     assert await asyncio.gather(*(fetch() for _ in range(8))) == ["50000 bytes"] * 8
-    await first.stop()
-    await second.stop()
+    await web.stop()
     gc.collect()  # an unclosed transport would say so here
 
 
@@ -89,10 +84,8 @@ async def test_cancelled_while_it_waits_for_its_turn() -> None:
         entered.set()
         await caller.gone()
 
-    site = Site(stall)
-    await site.start()
-    web.put(site, "a.example")
-    fetching = Fetcher(FetchSettings(fetch_per_host=1), MediaLimits(), web)
+    site = await web.start(stall)
+    fetching = fetcher(web, fetch_per_host=1)
     tasks = [asyncio.create_task(fetching.fetch(i, "http://a.example/")) for i in range(3)]
     await entered.wait()
     assert fetching.statistics().hosts == 1
@@ -102,7 +95,7 @@ async def test_cancelled_while_it_waits_for_its_turn() -> None:
     assert [type(one) for one in got] == [asyncio.CancelledError] * 3
     assert fetching.statistics().hosts == 0
     assert len(site.heads) == 1
-    await site.stop()
+    await web.stop()
 
 
 async def test_cancelled_just_when_its_time_is_over() -> None:
@@ -113,12 +106,9 @@ async def test_cancelled_just_when_its_time_is_over() -> None:
         task.cancel()
         await caller.gone()
 
-    site = Site(stall)
-    await site.start()
-    web.put(site, "a.example")
-    fetching = Fetcher(FetchSettings(), MediaLimits(), web)
-    task = asyncio.create_task(fetching.fetch(0, "http://a.example/"))
+    await web.start(stall)
+    task = asyncio.create_task(fetcher(web).fetch(0, URL))
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert task.cancelled()
-    await site.stop()
+    await web.stop()

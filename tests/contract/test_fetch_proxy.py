@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.web import Caller, Site, Web, answer, redirect
+from tests.contract.web import Caller, Site, Web, answer, failure, fetcher, redirect, server_tls
 from tests.rpc.certificates import Authority
-from triptych.core.config import FetchSettings, MediaLimits
-from triptych.core.errors import MediaError, MediaUnavailable
-from triptych.media.fetch import Fetcher
+from triptych.core.errors import MediaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from triptych.media.fetch import Fetcher
+
 PROXY = "http://proxy.example:3128"
+SECURE = "https://a.example/?q=secret"
 
 
 @pytest.fixture
@@ -28,30 +28,21 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def web() -> Web:
-    return Web()
+async def web() -> AsyncIterator[Web]:
+    web = Web()
+    yield web
+    await web.stop()
 
 
 @pytest.fixture
-async def proxy(web: Web) -> AsyncIterator[Site]:
+async def proxy(web: Web) -> Site:
     """At a private address: the operator's own choice."""
-    proxy = Site(answer(b"through the proxy"))
-    await proxy.start()
-    web.put(proxy, "proxy.example", address="10.0.0.1", port=3128)
-    yield proxy
-    await proxy.stop()
+    return await web.start(answer(b"through the proxy"), names=("proxy.example",), address="10.0.0.1", port=3128)
 
 
 @pytest.fixture
 def fetching(web: Web, authority: Authority) -> Fetcher:
-    return Fetcher(FetchSettings(fetch_proxy=PROXY, fetch_ca_file=str(authority.path)), MediaLimits(), web)
-
-
-async def failure(fetching: Fetcher, url: str = "https://a.example/?q=secret") -> MediaError:
-    with pytest.raises(MediaError) as caught:
-        await fetching.fetch(0, url)
-    assert "secret" not in str(caught.value)
-    return caught.value
+    return fetcher(web, fetch_proxy=PROXY, fetch_ca_file=str(authority.path))
 
 
 async def test_http_is_asked_for_by_the_whole_url(web: Web, proxy: Site, fetching: Fetcher) -> None:
@@ -67,10 +58,7 @@ async def test_http_is_asked_for_by_the_whole_url(web: Web, proxy: Site, fetchin
 async def test_https_goes_through_a_tunnel(
     web: Web, proxy: Site, fetching: Fetcher, authority: Authority, host: str, server: bytes
 ) -> None:
-    site = Site(answer(b"at the end of the tunnel"))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.issue("server", host="a.example"))
-    await site.start(context)
+    site = await web.start(answer(b"at the end of the tunnel"), tls=server_tls(authority, "a.example"))
 
     async def tunnel(caller: Caller) -> None:
         await caller.say(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 Connection established\r\nVia: x\r\n\r\n")
@@ -83,7 +71,6 @@ async def test_https_goes_through_a_tunnel(
     else:
         assert "certificate is not trusted" in (await failure(fetching, f"https://{host}/x.png")).reason
     assert proxy.heads[0] == b"CONNECT " + server + b" HTTP/1.1\r\nHost: " + server + b"\r\n\r\n"
-    await site.stop()
 
 
 @pytest.mark.parametrize(
@@ -97,23 +84,25 @@ async def test_https_goes_through_a_tunnel(
 )
 async def test_a_proxy_that_opens_no_tunnel(proxy: Site, fetching: Fetcher, said: bytes, reason: str) -> None:
     proxy.answers[0] = said
-    assert (await failure(fetching)).reason == reason
+    assert (await failure(fetching, SECURE)).reason == reason
     await proxy.idle()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 "])
 async def test_a_proxy_that_breaks_off(proxy: Site, fetching: Fetcher, said: bytes) -> None:
     proxy.answers[0] = said
-    error = await failure(fetching)
+    error = await failure(fetching, SECURE)
     assert type(error) is MediaUnavailable
     assert error.reason == "a.example: the proxy went away (--fetch-proxy)"
 
 
 async def test_a_proxy_that_is_not_there(web: Web, proxy: Site, fetching: Fetcher) -> None:
     web.places.clear()
-    error = await failure(fetching)
-    assert error.reason == "proxy.example: it cannot be connected to: Connection refused"
+    error = await failure(fetching, SECURE)
+    assert error.reason == "the proxy (--fetch-proxy): it cannot be connected to: Connection refused"
     assert type(error) is MediaUnavailable
+    web.names.clear()
+    assert (await failure(fetching, SECURE)).reason.startswith("the proxy (--fetch-proxy): the name has no address: ")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/", "https://0xa9fea9fe/", "http://[::1]/"])

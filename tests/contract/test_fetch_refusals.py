@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.web import PUBLIC, Site, Web, answer, redirect
+from tests.contract.web import PUBLIC, Site, Web, answer, failure, fetcher, redirect
 from triptych.core.config import FetchSettings, MediaLimits
 from triptych.core.errors import MediaError, StartupError
 from triptych.core.media import Stage
@@ -74,24 +74,20 @@ HOSTS = {f"[{text}]" if ":" in text else text: reason for text, reason in INSIDE
 @pytest.fixture
 async def web() -> AsyncIterator[Web]:
     """Every address that must not be dialled is that of a server which would give a secret away."""
-    web, secret = Web(), Site(answer(b"secret"))
-    await secret.start()
+    web = Web()
+    secret = await web.start(answer(b"secret"), names=())
     for text in INSIDE:
         web.put(secret, named(text), address=text)
         web.put(secret, address=text, port=443)
     yield web
     assert secret.heads == []
-    await secret.stop()
+    await web.stop()
 
 
 @pytest.fixture
-async def site(web: Web) -> AsyncIterator[Site]:
+async def site(web: Web) -> Site:
     """The one that may be asked: a.example."""
-    site = Site(answer())
-    await site.start()
-    web.put(site, "a.example")
-    yield site
-    await site.stop()
+    return await web.start(answer())
 
 
 def named(address: str) -> str:
@@ -99,17 +95,11 @@ def named(address: str) -> str:
     return f"name-of-{address.replace(':', '-')}x.example"
 
 
-def fetcher(web: Web, **settings: object) -> Fetcher:
-    return Fetcher(FetchSettings(**settings), MediaLimits(), web)
-
-
 async def refused(web: Web, url: str, **settings: object) -> str:
-    with pytest.raises(MediaError) as caught:
-        await fetcher(web, **settings).fetch(1, url)
-    assert type(caught.value) is MediaError
-    assert caught.value.stage is Stage.FETCH
-    assert "secret" not in str(caught.value)
-    return caught.value.reason
+    error = await failure(fetcher(web, **settings), url)
+    assert type(error) is MediaError
+    assert error.stage is Stage.FETCH
+    return error.reason
 
 
 @pytest.mark.parametrize(("host", "reason"), HOSTS.items())
@@ -194,14 +184,12 @@ async def test_the_knob_is_named_where_it_would_help(web: Web) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "[fd12::1]", "2130706433", "inside.example"])
 async def test_private_networks_can_be_opened(host: str) -> None:
-    web, site = Web(), Site(answer())
-    await site.start()
+    web = Web()
+    site = await web.start(answer())
     for address in ("127.0.0.1", "10.0.0.1", "fd12::1"):
         web.put(site, "inside.example", address=address)
-    try:
-        assert await fetcher(web, fetch_private_networks=True).fetch(0, f"http://{host}/") == b"a picture"
-    finally:
-        await site.stop()
+    assert await fetcher(web, fetch_private_networks=True).fetch(0, f"http://{host}/") == b"a picture"
+    await web.stop()
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections import deque
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+import pytest
+
+from triptych.core.config import FetchSettings, MediaLimits
+from triptych.core.errors import MediaError
+from triptych.media.fetch import Fetcher
 from triptych.media.network import SystemNetwork
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Awaitable, Callable
 
+    from tests.rpc.certificates import Authority
     from triptych.media.addresses import IpAddress
 
     Answer = bytes | Callable[["Caller"], Awaitable[None]]
 
+URL = "http://a.example/x.png"
 PUBLIC = "93.184.216.34"
 """Looks like an address of the Internet; nobody dials it."""
 
@@ -146,6 +153,27 @@ class Web:
         self.pauses: list[float] = []
         self.deadlines: list[tuple[float, asyncio.Timeout]] = []
         self._system = SystemNetwork(1)
+        self._sites: list[Site] = []
+
+    async def start(
+        self,
+        *answers: Answer,
+        names: tuple[str, ...] = ("a.example",),
+        address: str = PUBLIC,
+        port: int = 80,
+        tls: ssl.SSLContext | None = None,
+    ) -> Site:
+        """Start a server behind an address, which has the names."""
+        site = Site(*answers)
+        await site.start(tls)
+        self._sites.append(site)
+        self.put(site, *names, address=address, port=port)
+        return site
+
+    async def stop(self) -> None:
+        """Stop all servers, once their clients have left."""
+        for site in self._sites:
+            await site.stop()
 
     def put(self, site: Site, *names: str, address: str = PUBLIC, port: int = 80) -> None:
         """Let a server stand behind an address, which has the names."""
@@ -180,3 +208,26 @@ class Web:
         timeout = asyncio.timeout(None)  # ends when the test says so
         self.deadlines.append((seconds, timeout))
         return timeout
+
+
+def server_tls(authority: Authority, host: str) -> ssl.SSLContext:
+    """For a server with a certificate for a host; without one, for 127.0.0.1."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue(host or "here", host=host))
+    return context
+
+
+def fetcher(web: Web, limits: MediaLimits | None = None, **settings: object) -> Fetcher:
+    """One that knows no other network; items may have 100,000 bytes."""
+    return Fetcher(FetchSettings(**settings), limits or MediaLimits(max_item_bytes=100_000), web)
+
+
+async def failure(fetching: Fetcher, url: str = URL) -> MediaError:
+    """Why it does not fetch; no secret is told."""
+    with pytest.raises(MediaError) as caught:
+        await fetching.fetch(2, url)
+    error = caught.value
+    assert error.index == 2
+    assert str(error) == f"media item 2: {error.stage.value}: {error.reason}"
+    assert "secret" not in str(error)
+    return error

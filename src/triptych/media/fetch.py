@@ -209,9 +209,11 @@ class Fetcher:
         except OSError as error:
             lasting = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
             said = error.strerror or "no reason given"
-            raise FetchFailure(f"{target.host}: the name has no address: {said}", retryable=not lasting) from error
+            reason = f"{self._called(target)}: the name has no address: {said}"
+            raise FetchFailure(reason, retryable=not lasting) from error
         if not 0 < len(found) <= MAX_ADDRESSES:
-            raise FetchFailure(f"{target.host}: the name has {len(found)} addresses; at most {MAX_ADDRESSES}")
+            reason = f"{self._called(target)}: the name has {len(found)} addresses; at most {MAX_ADDRESSES}"
+            raise FetchFailure(reason)
         return [ip_address(text) for text in found]
 
     async def _connect(self, target: Target, addresses: Sequence[IpAddress], progress: Progress) -> socket.socket:
@@ -238,7 +240,11 @@ class Fetcher:
                 # Not in the error's own words: they repeat the address, and what a name means is nobody's business.
                 reasons.append(os.strerror(error.errno) if error.errno else late)
         tried = ", ".join(dict.fromkeys(reasons))
-        raise FetchFailure(f"{target.host}: it cannot be connected to: {tried}", retryable=True)
+        raise FetchFailure(f"{self._called(target)}: it cannot be connected to: {tried}", retryable=True)
+
+    def _called(self, target: Target) -> str:
+        """What messages call a server; clients need not know the proxy's name."""
+        return "the proxy (--fetch-proxy)" if target is self._proxy else target.host
 
 
 def _read_proxy(url: str) -> Target:
