@@ -121,6 +121,25 @@ def test_what_the_dead_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     living.close()
 
 
+@pytest.mark.timeout(60)
+def test_what_is_no_file_holds_nobody_up(tmp_path: Path) -> None:
+    """Names of the dead that cannot be opened as files of theirs, or would wait for their other end."""
+    key, dead = "1" * 32, "d" * 32
+    with sides(ROW, tmp_path) as both:
+        place = Path(both.place)
+        for name in (f"{key}.{dead}.{dead}.taken", f"{key}.{dead}.part", f"{dead}.alive"):
+            os.mkfifo(place / name)
+        (place / f"{key}.{dead}.back").mkdir()
+        other = SharedDirectory(place, "b" * 32, 60)
+        other.close()
+        left = {path.name for path in place.iterdir()} - {path.name for path in names(both, "alive")}
+        assert left == {f"{key}.{dead}.{dead}.taken", f"{key}.{dead}.back"}
+        both.fetcher.directory._collected = both.publisher._directory._collected = 0.0  # now, and not after a while
+        assert both.take(both.offer([1]), straight(1)) is FINISHED
+        (place / f"{key}.{dead}.{dead}.taken").unlink()
+        (place / f"{key}.{dead}.back").rmdir()
+
+
 def test_files_that_vanish_are_no_error(tmp_path: Path) -> None:
     directory = SharedDirectory(tmp_path / "kv", "a" * 32, 60)
     directory.remove("never there")

@@ -24,7 +24,7 @@ from tests.contract.transports import (
     wait_until,
 )
 from triptych.core.errors import Draining, Overloaded
-from triptych.transport import block_file
+from triptych.transport import block_file, shared_dir_fetcher
 from triptych.transport.contract import FetchOutcome, Move, SessionEvent, SessionState
 from triptych.transport.shared_dir import SharedDirectory
 from triptych.transport.shared_dir_fetcher import SharedDirFetcher
@@ -458,3 +458,36 @@ def test_so_many_sessions_and_bytes(tmp_path: Path) -> None:
     fetcher.close()
     assert not told.wrong
     assert not list((tmp_path / "kv").iterdir())
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_dir_fetcher, "MAX_OPEN", 2)
+    read, opened = os.preadv, []
+    with sides(ROW, tmp_path, blocks=32) as both:
+
+        def preadv(*arguments: Any) -> int:
+            opened.append(sum(each.is_open for each in both.fetcher._fetches))
+            return read(*arguments)
+
+        monkeypatch.setattr(block_file.os, "preadv", preadv)
+        handles = [both.offer([block]) for block in range(32)]
+        fetching = [both.fetch(handle, [Move(0, block)]) for block, handle in enumerate(handles)]
+        assert [each.wait() for each in fetching] == [FINISHED] * 32
+        assert np.array_equal(both.target.memory, both.source.memory)
+    assert max(opened) == 2
+
+
+def test_whoever_waits_to_open_a_file_may_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_copy: Gate
+) -> None:
+    monkeypatch.setattr(shared_dir_fetcher, "MAX_OPEN", 1)
+    with sides(ROW, tmp_path, LARGE, 64) as both:
+        long, *others = both.offer(range(64)), *(both.offer([block]) for block in range(3))
+        copying = both.fetch(long, straight(64))
+        assert slow_copy.reached.wait(PATIENCE)
+        left, late, patient = (both.fetch(handle, [], seconds=s) for handle, s in zip(others, (60, 0, 60), strict=True))
+        left.cancel()
+        slow_copy.opened.set()
+        assert [each.wait() for each in (copying, left, late, patient)] == [FINISHED, CANCELLED, FAILED, FINISHED]
+        for handle in others[:2]:
+            assert both.publisher.state(handle.session_id) is SessionState.WAITING

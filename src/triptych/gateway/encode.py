@@ -1,12 +1,17 @@
 """One request's media, turned into rows by encoder engines; what is left of them are references.
 
     items      shared out: each to the encoder that had it before, unless that one is too busy
-    encoders   one Generate each with its items, all at the same time
+    encoders   one Generate each with its items: all at the same time if nobody else is there, else one after the other
+    patience   one has answered, another has not for long: all is let go, and they are asked one after the other
     refused    by one of them: its items go to others
     there      of all items: references in the request's order, whoever came first
     let go     when the request ends before somebody has used them, where they were made
 
 Each Generate has an id of its own, so that ending one, however late, never ends another.
+
+An encoder that has answered keeps the rows in memory of which it has only so much, and another one may wait for just
+such memory: two requests could wait for what the other one holds, for as long as references last. Who asks one encoder
+after the other, all in the same order, cannot be part of such a ring.
 """
 
 from __future__ import annotations
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
     from triptych.gateway.engine import Engine
     from triptych.gateway.pool import Errand, Pool
     from triptych.gateway.workers import Workers
+
+
+PATIENCE_SECONDS = 1.0
+"""How long outputs that are there wait for the others, if those that came first did not take longer themselves."""
 
 
 class Output(NamedTuple):
@@ -89,6 +98,8 @@ class Encoding:
         """Generates so far."""
         self._digests: tuple[bytes, ...] = ()
         """Of the items; computed when there is a choice."""
+        self._in_turn = False
+        """Whether encoders are asked one after the other."""
 
     async def run(self, reader: Engine) -> Encoded | None:
         """Encode all items for an engine; None when no encoder is left, and nothing is held then.
@@ -97,23 +108,33 @@ class Encoding:
             TriptychError: an item cannot be used, or another failure that would come again; nothing is held.
         """
         items = range(len(self.errand.request.media))
-        outputs: dict[int, Output] = {}
-        measured: list[Measured] = []
+        way = _Way(reader, {}, [], _Patience(asyncio.timeout(None), asyncio.get_running_loop().time()))
         done = False
         try:
-            done = await self._share_out(items, _Way(reader, outputs, measured))
+            async with way.patience.scope:
+                done = await self._share_out(items, way)
+        except TimeoutError:
+            self._in_turn = True
         finally:
             if not done:
-                self.encoders.let_go(tuple(outputs.values()))
-        return Encoded(tuple(outputs[item] for item in items), tuple(measured)) if done else None
+                self.encoders.let_go(tuple(way.outputs.values()))
+        if done:
+            return Encoded(tuple(way.outputs[item] for item in items), tuple(way.measured))
+        return await self.run(reader) if way.patience.scope.expired() else None
 
     async def _share_out(self, items: Sequence[int], way: _Way) -> bool:
         """Encode some items; returns whether they are there."""
         shares = await self._shares(items, way.reader)
         if not shares:
             return False
+        in_turn = self._in_turn or any(engine.in_flight for engine, _ in shares)
         with ExitStack() as charges:  # from now on, and for a task that is cancelled before it begins
             asks = [_Ask(engine, share, charges.enter_context(_charge(engine, share))) for engine, share in shares]
+            if in_turn:
+                for ask in asks:
+                    if not await self._encode(ask, way):
+                        return False
+                return True
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._encode(ask, way)) for ask in asks]
@@ -122,7 +143,7 @@ class Encoding:
         return all(task.result() for task in tasks)
 
     async def _shares(self, items: Sequence[int], reader: Engine) -> list[tuple[Engine, Sequence[int]]]:
-        """Who gets which items; nobody, when no encoder is left."""
+        """Who gets which items, in the order of all requests; nobody, when no encoder is left."""
         left = self.encoders.left(self.errand, reader)
         if len(left) > 1 and not self._digests:
             self._digests = await self._digest()
@@ -137,7 +158,7 @@ class Encoding:
             address = choose(self._digests[item], loads)
             loads[address] += 1
             shares.setdefault(address, []).append(item)
-        return [(by_address[address], share) for address, share in shares.items()]
+        return [(by_address[address], share) for address, share in sorted(shares.items())]
 
     async def _digest(self) -> tuple[bytes, ...]:
         media = self.errand.request.media
@@ -183,6 +204,8 @@ class Encoding:
             raise Internal(f"{engine.address} encoded {len(items)} media item(s) and handed {len(outputs)} over")
         way.outputs.update(zip(items, outputs, strict=True))
         way.measured.append(Measured(f"encoder {engine.address}", ready.spans))
+        if not self._in_turn and len(way.outputs) < len(self.errand.request.media):
+            way.patience.begin()
 
     def _request(self, items: Sequence[int], engine: Engine, end: RowEnd) -> GenerateRequest:
         """The request's items, and for each the marker that stands for it, as in a prompt."""
@@ -210,6 +233,21 @@ class _Way(NamedTuple):
     outputs: dict[int, Output]
     """Those that are there, by the item's index."""
     measured: list[Measured]
+    patience: _Patience
+
+
+class _Patience(NamedTuple):
+    """How long outputs that are there wait for others."""
+
+    scope: asyncio.Timeout
+    start: float
+    """When the encoders were asked, in the loop's seconds."""
+
+    def begin(self) -> None:
+        """Some outputs are there, but not all; the first time counts."""
+        if self.scope.when() is None:
+            now = asyncio.get_running_loop().time()
+            self.scope.reschedule(now + max(PATIENCE_SECONDS, now - self.start))
 
 
 class _Ask(NamedTuple):

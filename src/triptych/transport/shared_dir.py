@@ -182,7 +182,7 @@ class SharedDirectory:
         self._collected = now
         with contextlib.suppress(OSError):  # later, then
             for name in self._orphans():
-                with contextlib.suppress(OSError):  # what cannot be removed now can be later
+                with contextlib.suppress(OSError, Internal):  # what cannot be removed now can be later
                     self._collect(name)
         return pace
 
@@ -259,7 +259,8 @@ class SharedDirectory:
     def _bury(self, name: str) -> None:
         """Remove the sign of life of someone dead. Locked meanwhile, so that nobody comes alive by it."""
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=self._directory)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.remove(name)

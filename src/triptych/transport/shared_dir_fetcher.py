@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
 """Seconds between two looks for a file that is being written, or was given back; each pause is twice the last."""
+MAX_OPEN = 64
+"""Files that are open at once; other fetches wait their turn, lest there be no descriptor for anything else."""
 
 
 class SharedDirFetch:
@@ -80,6 +82,15 @@ class SharedDirFetch:
     def expired(self, now: float) -> bool:
         """Whether its time is over."""
         return now >= self._deadline
+
+    def opens(self, now: float) -> bool:
+        """Whether its next turn opens the file, if it is there."""
+        return self._descriptor is None and not (self._cancelled or self.expired(now))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has its file open; then there is always something to do."""
+        return self._descriptor is not None
 
     def turn(self, now: float) -> FetchResult | None:
         """Do the next thing. The result ends it: from then on it touches nothing."""
@@ -280,8 +291,19 @@ class SharedDirFetcher:
             pause = self.directory.collect()
             with self._lock:
                 now = time.monotonic()
-                if due := [each for each in self._fetches if each.due <= now]:
+                if due := self._due(now):
                     return due
                 if self._closing and not self._fetches:
                     return None
                 self._lock.wait(min([pause, *(each.due - now for each in self._fetches)]))
+
+    def _due(self, now: float) -> list[SharedDirFetch]:
+        """Those whose turn it is; only so many of those that would open a file. Under the lock."""
+        room = MAX_OPEN - sum(each.is_open for each in self._fetches)
+        due = []
+        for each in self._fetches:
+            opens = each.opens(now)
+            if each.due <= now and (room > 0 or not opens):
+                due.append(each)
+                room -= opens
+        return due
