@@ -35,7 +35,11 @@ class Client:
     async def prefill(self, request_id: str) -> kv_pb2.KvSessionRef:
         """The session of a prompt with a picture."""
         request = generation_pb2.GenerateRequest(
-            request_id=request_id, model="demo", prompt=f"{PICTURE}what colour is the circle?", media=[picture()]
+            request_id=request_id,
+            model="demo",
+            prompt=f"{PICTURE}what colour is the circle?",
+            media=[picture()],
+            sampling=generation_pb2.SamplingParams(temperature=0),  # the first token is sampled there
         )
         request.extra.update({"request_type": "context_only"})
         events = [event async for event in self.inference.Generate(request, timeout=SECONDS)]
