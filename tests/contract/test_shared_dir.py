@@ -165,6 +165,22 @@ def test_a_session_outlives_its_producer_for_a_while(tmp_path: Path) -> None:
     assert not ROW.leftovers(both.place)
 
 
+def test_what_is_not_there_is_told_from_who_is_not_there(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with sides(ROW, tmp_path) as both, sides(ROW, elsewhere) as others:
+        handle = both.offer([1])
+        misled = others.fetch(handle, straight(1))
+        assert misled.wait() is GONE
+        assert misled.result is not None
+        assert misled.result.reason.endswith("its producer has ended, or works in another directory")
+        assert both.take(handle, straight(1)) is FINISHED
+        late = both.fetch(handle, straight(1))
+        assert late.wait() is GONE
+        assert late.result is not None
+        assert late.result.reason.endswith("taken already, withdrawn or unknown")
+
+
 def test_a_producer_that_died_while_writing_is_not_waited_for(tmp_path: Path) -> None:
     both = Sides(ROW, ROW.place(tmp_path), SMALL, 8)
     handle = both.offer([1])

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from triptych.roles import leases as module
 from triptych.roles.contract import AbortOutcome, TransferOutcome
 from triptych.roles.leases import Leases
-from triptych.transport.contract import SessionEvent
+from triptych.transport.contract import SessionEvent, SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OPERATIONS = ("keep", "grant", "expire", "taken", "free", "abort", "abort_of", "withdraw", "abort_all")
+OPERATIONS = ("keep", "grant", "expire", "lose", "taken", "free", "abort", "abort_of", "withdraw", "abort_all")
 NAMES = tuple("abcde")
 
 
@@ -69,21 +69,32 @@ def loop() -> Any:
         yield
 
 
-def begin() -> tuple[Leases, Keeper, list[Timer]]:
+def begin(state: Callable[[str], SessionState]) -> tuple[Leases, Keeper, list[Timer]]:
     keeper = Keeper()
-    leases = Leases(keeper, 60)
+    leases = Leases(keeper, 60, state)
     return leases, keeper, leases._loop.timers
+
+
+def unknown(session_id: str) -> SessionState:
+    return SessionState.UNKNOWN
 
 
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 4)), max_size=40))
 def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
-    leases, keeper, timers = begin()
+    lost: set[str] = set()
+    """By the transport, which has failed with them."""
+
+    def state(session_id: str) -> SessionState:
+        known = session_id not in lost and session_id not in over and session_id not in withdrawn
+        return SessionState.WAITING if known else SessionState.UNKNOWN
+
+    leases, keeper, timers = begin(state)
     waiting: dict[str, Timer] = {}
     over: list[str] = []
     taken: set[str] = set()
     freed: set[str] = set()
     kept: set[str] = set()
-    """Those that are not over."""
+    """Those that are not over, and not known to be lost."""
     expected = Counter(granted=0, taken=0, expired=0, withdrawn=0)
     withdrawn: list[str] = []
     generation = Counter[str]()
@@ -117,6 +128,8 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
                     if not timer.cancelled and waiting.get(session_id) is timer:
                         timer.ring()
                         end(session_id, "expired")
+            case "lose" if session_id not in freed:
+                lost.add(session_id)
             case "taken":
                 leases.tell(session_id, SessionEvent.TAKEN)
                 if session_id in waiting:
@@ -126,6 +139,8 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
             case "free" if session_id not in freed:
                 leases.tell(session_id, SessionEvent.FREE)
                 freed.add(session_id)
+                if session_id in lost:
+                    kept.discard(session_id)
             case "abort":
                 if session_id in waiting:
                     assert leases.abort(session_id) is AbortOutcome.ABORTED
@@ -152,8 +167,9 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
         assert sorted(keeper.released) == sorted(freed - kept)
     for name in over:
         assert leases.outcome(name) is (TransferOutcome.FINISHED if name in taken else TransferOutcome.FAILED)
-    for name in waiting:  # by the transport it is unknown: whether that is its end is not
-        assert leases.outcome(name) is TransferOutcome.IN_PROGRESS
+    for name in waiting:  # of what is lost it is not known whether that is its end
+        expected_outcome = TransferOutcome.IN_PROGRESS if name in lost else TransferOutcome.NOT_STARTED
+        assert leases.outcome(name) is expected_outcome
     assert leases.waiting == len(waiting)
     assert leases.statistics() == {"waiting": len(waiting), **expected}
     assert keeper.withdrawn == withdrawn
@@ -163,7 +179,7 @@ def test_each_ends_once(operations: list[tuple[str, int]]) -> None:
 
 def test_old_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMEMBERED_SESSIONS", 2)
-    leases, _, _ = begin()
+    leases, _, _ = begin(unknown)
     for name in NAMES:
         leases.grant(name, "r")
     assert leases.abort_all() == 5
@@ -173,7 +189,7 @@ def test_old_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_comes_after_the_loop_has_gone_is_nobodys() -> None:
-    leases, keeper, _ = begin()
+    leases, keeper, _ = begin(unknown)
 
     def closed(*_: Any) -> None:
         raise RuntimeError("Event loop is closed")

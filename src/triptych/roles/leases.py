@@ -99,9 +99,10 @@ class Leases:
 
     def _hear(self, session_id: str, event: SessionEvent) -> None:
         match event:
-            case SessionEvent.FREE if session_id in self._kept:
+            case SessionEvent.FREE if session_id in self._kept and self._state(session_id) is not SessionState.UNKNOWN:
                 self._kept[session_id] = True
-            case SessionEvent.FREE:
+            case SessionEvent.FREE:  # nobody can take what the transport does not know, perhaps because it failed
+                self._kept.pop(session_id, None)
                 self._engine.release(session_id)
             case SessionEvent.TAKEN:
                 self._end(session_id, "taken")

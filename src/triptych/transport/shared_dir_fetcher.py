@@ -40,6 +40,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
 """Seconds between two looks for a file that is being written, or was given back; each pause is twice the last."""
 MAX_OPEN = 64
 """Files that are open at once; other fetches wait their turn, lest there be no descriptor for anything else."""
+_NOBODY = "its producer has ended, or works in another directory"
 
 
 class SharedDirFetch:
@@ -119,7 +120,8 @@ class SharedDirFetch:
             self._descriptor = directory.open(ready)
         except FileNotFoundError:
             if not coming:
-                return self.end(FetchOutcome.GONE, "taken already, withdrawn or unknown")
+                known = directory.is_alive(self._producer)
+                return self.end(FetchOutcome.GONE, "taken already, withdrawn or unknown" if known else _NOBODY)
             if not lives:
                 return self.end(FetchOutcome.FAILED, "its producer died before all of it was there")
             self.due = min(now + self._pause, self._deadline)
