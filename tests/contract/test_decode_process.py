@@ -25,7 +25,7 @@ from tests.corpus.picture_files import PNG_RGB, chunk, png
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode import admit_picture
 from triptych.media.decode_host import DecodeProcess
 from triptych.media.decode_process import SEALS

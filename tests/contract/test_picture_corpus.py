@@ -16,7 +16,7 @@ from tests.corpus.pictures import TRAILER
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Picture
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode_host import DecodeProcess
 from triptych.media.limits import RequestBudget
 from triptych.media.workers import PicturePool

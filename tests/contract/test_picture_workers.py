@@ -15,7 +15,7 @@ from tests.corpus.picture_files import PNG_RGB, PNG_RGB_ALPHA, png
 from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.errors import Draining, MediaError, Overloaded
 from triptych.core.media import Picture, Stage
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode_host import DecodeProcess
 from triptych.media.limits import RequestBudget
 from triptych.media.workers import InProcess, PicturePool, process_pool

@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata, read_video_pyav
 from tests.chat_files import make_tokenizer
 from tests.checkpoints import SHAPES
 from tests.corpus import clips
-from triptych.core.clip import FramePlan, FrameSampling, FrameSize
+from triptych.core.clip import FrameFit, FramePlan, FrameSampling, FrameSize
 from triptych.core.config import MediaLimits
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.media import Modality
@@ -27,7 +27,6 @@ from triptych.media.frame_plan import Timeline, plan_frames
 from triptych.media.video import decode_clip
 from triptych.processors.positions import positions_of
 from triptych.processors.video_prompt import VideoTokens, group_times, video_text
-from triptych.processors.video_size import VideoSize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +82,7 @@ def test_a_number_of_frames_is_spread_as_the_reference_spreads_it(fps: float, fr
     st.sampled_from([(131_072, 786_432), (4096, 25_165_824), (65_536, 200_000)]),
 )
 def test_frames_are_sized_as_the_reference_sizes_them(frames: int, h: int, w: int, bounds: tuple[int, int]) -> None:
-    fit = VideoSize(cell=32, temporal=TEMPORAL, min_pixels=bounds[0], max_pixels=bounds[1])
+    fit = FrameFit(cell=32, temporal=TEMPORAL, min_pixels=bounds[0], max_pixels=bounds[1])
     try:
         expected = smart_resize(frames, h, w, TEMPORAL, 32, *bounds)
     except ValueError:
@@ -127,7 +126,7 @@ def test_a_prompt_tells_the_times_as_the_reference_does(
 def test_one_frame_fills_a_group_where_the_reference_gives_up() -> None:
     with pytest.raises(ValueError, match="must be larger than temporal_factor"):
         smart_resize(1, 64, 64, TEMPORAL, 32, 4096, 786_432)
-    fit = VideoSize(cell=32, temporal=TEMPORAL, min_pixels=4096, max_pixels=786_432)
+    fit = FrameFit(cell=32, temporal=TEMPORAL, min_pixels=4096, max_pixels=786_432)
     assert fit.size(1, FrameSize(64, 64)) == fit.size(2, FrameSize(64, 64))
     assert group_times(plan_frames(Timeline.at_rate(30.0, 1), QWEN, 768).timestamps, TEMPORAL) == (0.0,)
 

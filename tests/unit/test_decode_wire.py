@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from triptych.core.config import MIB, DecodeConfig
 from triptych.core.errors import StartupError
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode_wire import MAX_MESSAGE, Answer, Outcome, Task
 from triptych.media.header import Format, Size
 from triptych.media.limits import decode_ceiling
@@ -53,12 +53,12 @@ def test_options_have_one_canonical_form_each(one: tuple[int, int, int], other: 
 
 
 def test_the_canonical_form_of_the_default_is_fixed() -> None:
-    assert PictureOptions().canonical() == b"picture 1\0\xff\xff\xff"
+    assert PictureOptions().canonical() == b"picture 2\xff\xff\xff" + bytes(16)
 
 
 @pytest.mark.parametrize("background", [(0, 0), (0, 0, 256), (-1, 0, 0)])
 def test_a_background_is_a_colour(background: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="three numbers from 0 to 255"):
+    with pytest.raises(InvalidRequest, match="three numbers from 0 to 255"):
         PictureOptions(background)
 
 

@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.core.clip import FrameSampling, FrameSize
+from triptych.core.clip import FrameFit, FrameSampling, FrameSize
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.media import Modality
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.media.frame_plan import Timeline, plan_frames
 from triptych.processors.positions import positions_of
 from triptych.processors.video_prompt import VideoTokens, group_times, time_text, video_text
-from triptych.processors.video_size import VideoSize
 
 PAD, START, END = 900, 901, 902
 TOKENS = VideoTokens(PAD, START, END)
@@ -78,7 +77,7 @@ def test_rows_lie_in_the_runs_and_nowhere_else(frames: int, h: int, w: int, fps:
 
 
 def test_frames_share_one_budget_of_pixels() -> None:
-    fit = VideoSize(cell=32, temporal=2, min_pixels=4096, max_pixels=786_432)
+    fit = FrameFit(cell=32, temporal=2, min_pixels=4096, max_pixels=786_432)
     assert fit.size(4, FrameSize(360, 640)) == FrameSize(320, 576)
     assert fit.size(32, FrameSize(360, 640)) == FrameSize(96, 192)
     assert fit.size(768, FrameSize(360, 640)) == FrameSize(32, 32)
@@ -87,4 +86,4 @@ def test_frames_share_one_budget_of_pixels() -> None:
 
 def test_a_sliver_is_refused() -> None:
     with pytest.raises(ValueError, match="7000 x 34 is too narrow: one side may be 200 times the other"):
-        VideoSize(32, 2, 4096, 786_432).size(4, FrameSize(34, 7000))
+        FrameFit(32, 2, 4096, 786_432).size(4, FrameSize(34, 7000))

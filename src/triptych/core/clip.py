@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import InvalidRequest
 
@@ -87,24 +87,55 @@ class FrameSize(NamedTuple):
     width: int
 
 
-class FrameFit(Protocol):
-    """How large a family wants the frames of a clip; applied to each frame while the clip is decoded.
+MAX_ASPECT = 200
+"""Longer side over shorter side; models that fit frames in this way refuse more."""
 
-    A clip of a minute in the size it was filmed in is hundreds of megabytes, what a model looks at a tenth of it.
+
+@dataclass(frozen=True, slots=True)
+class FrameFit:
+    """How large a model wants the frames of a clip; applied to each frame while the clip is decoded.
+
+    Whole cells, nearly the same proportions, and one budget of pixels for all frames together. A clip of a minute in the
+    size it was filmed in is hundreds of megabytes, what a model looks at a tenth of it. This is how the Qwen-VL
+    family fits frames; bounds of the Qwen2-VL processors' ``smart_resize`` over a volume.
     """
 
-    @property
-    def resample(self) -> int:
-        """Pillow's number of the filter."""
-        ...
+    cell: int
+    """Pixels along one side of a merged cell."""
+    temporal: int
+    """Frames that the tower merges; a shorter clip is filled up to as many."""
+    min_pixels: int
+    """Of all frames together."""
+    max_pixels: int
+    """Of all frames together; a frame has at least one cell, whatever it comes to."""
+    resample: int = 3
+    """Pillow's number of the filter."""
 
     def size(self, frames: int, source: FrameSize) -> FrameSize:
         """The size that each of so many frames is resized to.
 
         Raises:
-            ValueError: frames of this shape cannot be used; says why.
+            ValueError: one side is more than 200 times the other.
         """
-        ...
+        frames = max(frames, self.temporal)
+        height, width = source
+        if min(source) < self.cell:
+            grow = max(self.cell / height, self.cell / width)
+            height, width = int(height * grow), int(width * grow)
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise ValueError(
+                f"{source.width} x {source.height} is too narrow: one side may be {MAX_ASPECT} times the other"
+            )
+        steps = round(frames / self.temporal) * self.temporal
+        rows, columns = (round(side / self.cell) for side in (height, width))
+        volume = steps * rows * columns * self.cell**2
+        if volume > self.max_pixels:
+            shrink = math.sqrt(frames * height * width / self.max_pixels)
+            rows, columns = (max(1, math.floor(side / shrink / self.cell)) for side in (height, width))
+        elif volume < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (frames * height * width))
+            rows, columns = (math.ceil(side * grow / self.cell) for side in (height, width))
+        return FrameSize(rows * self.cell, columns * self.cell)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

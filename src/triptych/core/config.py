@@ -72,6 +72,8 @@ class MediaLimits:
     """Items of one request."""
     max_request_pixels: int = 128_000_000
     """Pixels of all pictures of one request together."""
+    max_request_bytes: int = 256 * MIB
+    """Encoded bytes of all items of one request together."""
     max_frame_pixels: int = 4096 * 2304
     """Width times height of a video's frames as they are stored; a decoder holds some twenty of them."""
     max_source_frames: int = 36_000
@@ -87,9 +89,14 @@ class MediaLimits:
     max_sound_seconds: int = 600
     """How long one sound may play."""
     media_preparation_limit: int = 4
-    """Requests whose media are prepared at once."""
+    """Shares in the preparation of media. A request has one while its media are fetched, and then as many as they
+    weigh."""
     max_waiting_preparations: int = 256
-    """Requests that wait for one of these places; one more is refused as overloaded."""
+    """Requests that wait for shares; one more is refused as overloaded."""
+    max_waiting_bytes: int = 1 * GIB
+    """Encoded bytes of media that came with requests that wait; one more request is refused as overloaded."""
+    prepared_cache_bytes: int = 128 * MIB
+    """Memory for items that were prepared, in case they come again."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -98,7 +105,8 @@ class MediaLimits:
             StartupError: naming the field.
         """
         _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
-        _positive(self, "media_preparation_limit", "max_waiting_preparations")
+        _positive(self, "media_preparation_limit", "max_waiting_preparations", "max_waiting_bytes")
+        _positive(self, "prepared_cache_bytes", "max_request_bytes")
         _positive(self, "max_frame_pixels", "max_source_frames", "max_decoded_pixels", "max_clip_seconds")
         _positive(self, "max_clip_frames", "max_clip_pixels", "max_sound_seconds")
 

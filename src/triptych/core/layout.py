@@ -9,6 +9,7 @@ Split encoder output by rows, copy by mask, charge by encoder tokens.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,6 +61,9 @@ class ItemLayout:
     """256-bit identity of everything that determines the item's rows."""
     framing: tuple[int, ...] = ()
     """Absolute positions inside the runs that hold framing tokens and receive no row; ascending."""
+    times: tuple[float, ...] = ()
+    """Seconds at which each step of a video's grid is shown, where its prompt says them; what is written between its
+    runs follows from them. Empty once that is written, and of stills."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that contradicts itself.
@@ -84,6 +88,10 @@ class ItemLayout:
             raise InvalidRequest(f"{self.rows} rows for {self.span} positions, {len(self.framing)} of them framing")
         if self.encoder_tokens <= 0 or min(self.grid) <= 0:
             raise InvalidRequest(f"encoder tokens and grid must be positive: {self.encoder_tokens}, {self.grid}")
+        if self.times and (len(self.times) != self.grid.t or not all(0 <= at < math.inf for at in self.times)):
+            raise InvalidRequest(
+                f"{len(self.times)} times for {self.grid.t} steps, or one that is none: {self.times[:8]}"
+            )
         if len(self.content_key) != CONTENT_KEY_BYTES:
             raise InvalidRequest(f"a content key has {CONTENT_KEY_BYTES} bytes, not {len(self.content_key)}")
 

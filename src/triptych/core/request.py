@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from triptych.core.adapter import check_adapter_name
 from triptych.core.errors import InvalidRequest
 from triptych.core.logprobs import LogprobOptions
+from triptych.core.media_options import OptionLayer
 
 if TYPE_CHECKING:
     from triptych.core.adapter import Adapter
@@ -164,6 +165,8 @@ class GenerateRequest:
     """Compute the prompt for another engine: the answer ends with ``PrefillReady``."""
     encode: EncodeOptions | None = None
     """Encode the media for another engine, and nothing else: the answer ends with ``EncoderReady``."""
+    media_options: OptionLayer = field(default_factory=OptionLayer)
+    """How the media are to be read, where it differs from what the server and the model prefer."""
     references: tuple[Reference, ...] = ()
     """Encoder outputs to use instead of media: the i-th belongs to the i-th placeholder marker."""
 

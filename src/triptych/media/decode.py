@@ -26,7 +26,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from triptych.core.errors import MediaError, MediaUnavailable, one_line
 from triptych.core.media import Picture, Stage
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.header import Format, Size, read_size, recognise
 from triptych.media.limits import check_item_bytes
 from triptych.media.normalise import to_rgb

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.config import DecodeConfig, MediaLimits
-    from triptych.core.picture_options import PictureOptions
+    from triptych.core.media_options import PictureOptions
     from triptych.media.decode import Admitted
 
 START_SECONDS = 60.0

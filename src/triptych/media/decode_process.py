@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from PIL import AvifImagePlugin, PpmImagePlugin
 
-from triptych.core.picture_options import PictureOptions
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode import Admitted, decode, explain, is_memory
 from triptych.media.decode_wire import MAX_MESSAGE, READY, Answer, Outcome, Task
 from triptych.media.header import Size

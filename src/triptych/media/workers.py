@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
-    from triptych.core.picture_options import PictureOptions
+    from triptych.core.media_options import PictureOptions
     from triptych.media.decode import Admitted
     from triptych.media.limits import RequestBudget
 

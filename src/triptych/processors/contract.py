@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from triptych.core.clip import Clip, FrameFit
     from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
+    from triptych.core.media_options import ClipOptions, OptionLayer, PictureOptions
     from triptych.core.plan import PromptPlan
 
 
@@ -43,11 +45,34 @@ class Processor(Protocol):
         """
         ...
 
-    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+    @property
+    def preferences(self) -> OptionLayer:
+        """How the family wants its media read where nobody says otherwise."""
+        ...
+
+    def encoder_input(
+        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
+    ) -> EncoderInput:
         """Resize and patch one picture; its layout's runs begin at position 0 until it is placed.
 
         Raises:
             MediaError: the picture's shape cannot be used (index names the item).
+        """
+        ...
+
+    def frame_fit(self, options: ClipOptions) -> FrameFit:
+        """How large the frames of a video are made while it is decoded.
+
+        Raises:
+            UnsupportedFeature: the family reads no videos.
+        """
+        ...
+
+    def clip_input(self, index: int, clip: Clip, content_key: bytes) -> EncoderInput:
+        """Patch the frames of one video, which have their size; its layout begins at position 0, and has its times.
+
+        Raises:
+            MediaError: its shape cannot be used (index names the item).
         """
         ...
 
