@@ -89,7 +89,7 @@ class Preparation:
 
     def __init__(self) -> None:
         self._ours = Qwen3VLProcessor(
-            Section("config.json", {}), Section("preprocessor_config.json", SETTINGS), bytes(32)
+            Section("config.json", {}), Section("preprocessor_config.json", SETTINGS), None, bytes(32), lambda text: []
         )
         self._theirs = Qwen2VLImageProcessorPil(**SETTINGS)
 

@@ -57,6 +57,14 @@ TEMPLATE = """\
 {%- endif %}
 """
 
+EVERY_KIND = TEMPLATE.replace(
+    "{%- elif part.type == 'text' %}",
+    "{%- elif part.type == 'video' or 'video' in part %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'audio' %}{{- '<|vision_start|><|vision_pad|><|vision_end|>' }}"
+    "{%- elif part.type == 'text' %}",
+)
+"""With a place for videos as Qwen's has it, and one for sounds."""
+
 
 def make_tokenizer() -> Tokenizer:
     """A byte-level BPE with a few hundred merges and Qwen's added tokens."""

@@ -7,6 +7,7 @@ near-ties.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tokenizers import Tokenizer
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SHARD_BYTES = 512 * 1024 * 1024
@@ -53,9 +55,39 @@ PREPROCESSOR = {
 }
 
 
+VIDEO_PREPROCESSOR = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "do_sample_frames": True,
+    "fps": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "max_frames": 768,
+    "merge_size": 2,
+    "min_frames": 4,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"shortest_edge": 4096, "longest_edge": 96 * 1024},
+    "temporal_patch_size": 2,
+    "video_processor_type": "Qwen3VLVideoProcessor",
+}
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
 def token_ids() -> dict[str, int]:
     """The test tokenizer's added tokens."""
-    return {token.content: index for index, token in make_tokenizer().get_added_tokens_decoder().items()}
+    return {token.content: index for index, token in _tokenizer().get_added_tokens_decoder().items()}
+
+
+def tokenise(text: str) -> list[int]:
+    """Ids of the test tokenizer; for ``load_processor``."""
+    return list(_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
 def _vl(text: dict[str, Any], vision: dict[str, Any], *, tied: bool) -> Qwen3VLConfig:
@@ -219,11 +251,17 @@ MODELS: dict[type, type[PreTrainedModel]] = {
 
 
 def write_checkpoint(
-    shape: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, max_pixels: int = 4096 * 64
+    shape: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_pixels: int = 4096 * 64,
+    videos: bool = False,
 ) -> Path:
     """Write a whole model directory: weights, configuration, tokenizer, chat template, image settings.
 
-    Holds one shard in memory at a time.
+    Holds one shard in memory at a time. With ``videos`` a model that has a tower reads them, too.
     """
     write_chat_files(directory)
     config = SHAPES[shape]()
@@ -235,12 +273,21 @@ def write_checkpoint(
         size = {"shortest_edge": 1024, "longest_edge": max_pixels}
         settings = PREPROCESSOR | {"patch_size": config.vision_config.patch_size, "size": size}
         (directory / "preprocessor_config.json").write_text(json.dumps(settings))
+        if videos:
+            write_video_settings(directory)
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in model_class(config).state_dict().items()}
     if config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     _write_tensors(directory, shapes, torch.Generator().manual_seed(seed), dtype)
     return directory
+
+
+def write_video_settings(directory: Path, **changes: Any) -> None:
+    """Let the Qwen3-VL checkpoint there read videos."""
+    patch = json.loads((directory / "config.json").read_text())["vision_config"]["patch_size"]
+    settings = VIDEO_PREPROCESSOR | {"patch_size": patch} | changes
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def _write_tensors(

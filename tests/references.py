@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.sessions import picture
 from triptych.core.encoded import EncodedItem, EncoderReference
 from triptych.core.handles import Handle, RowLayout
-from triptych.core.layout import Grid, ItemLayout, Run
+from triptych.core.layout import MAX_SECONDS, Grid, ItemLayout, Run
 from triptych.core.media import Modality
 
 BLOCK = 1024
@@ -39,15 +39,24 @@ def layouts(draw: st.DrawFn, start: int = 0) -> ItemLayout:
         runs.append(Run(runs[-1].end + draw(st.integers(0, 9)), draw(st.integers(1, 9))))
     positions = [position for run in runs for position in range(run.start, run.end)]
     framing = sorted(draw(st.sets(st.sampled_from(positions), max_size=len(positions) - 1)))
+    times = tuple(draw(st.lists(st.floats(0, MAX_SECONDS), max_size=4)))
     return ItemLayout(
         modality=draw(st.sampled_from(Modality)),
         runs=tuple(runs),
         rows=len(positions) - len(framing),
         encoder_tokens=draw(_SIZES),
-        grid=Grid(draw(_SIZES), draw(_SIZES), draw(_SIZES)),
+        grid=Grid(len(times) or draw(_SIZES), draw(_SIZES), draw(_SIZES)),
         content_key=draw(st.binary(min_size=32, max_size=32)),
         framing=tuple(framing),
+        times=times,
     )
+
+
+def timed(times: tuple[float, ...] = (0.25, 1.0, 2.0)) -> ItemLayout:
+    """A clip of 1 x 2 merged cells a step, as an encoder hands it over: its times are not written yet."""
+    count = len(times)
+    rows = 2 * count
+    return ItemLayout(Modality.VIDEO, (Run(0, rows),), rows, 4 * rows, Grid(count, 2, 4), bytes(32), times=times)
 
 
 def steps(count: int, framing: tuple[int, ...] = ()) -> ItemLayout:

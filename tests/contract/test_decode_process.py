@@ -1,4 +1,4 @@
-"""What the processes in which pictures are decoded do when they are killed, starved, stopped or lied to."""
+"""What the processes in which media are decoded do when they are killed, starved, stopped or lied to."""
 
 from __future__ import annotations
 
@@ -13,29 +13,43 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.corpus import clips, sounds
 from tests.corpus.bad_pictures import bad_pictures
 from tests.corpus.drawn import RGB
 from tests.corpus.picture_files import PNG_RGB, chunk, png
+from triptych.core.clip import Clip, FrameFit, FrameSampling
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
 from triptych.core.media_options import PictureOptions
+from triptych.core.sound import Sound
 from triptych.media.decode import admit_picture
+from triptych.media.decode_answers import SEALS
+from triptych.media.decode_ceiling import file_ceiling, picture_ceiling
 from triptych.media.decode_host import DecodeProcess
-from triptych.media.decode_process import SEALS
-from triptych.media.decode_wire import Answer, Outcome, pixels_header
-from triptych.media.header import Size
+from triptych.media.decode_wire import (
+    Failed,
+    Frames,
+    OutOfMemory,
+    Pixels,
+    Ready,
+    Samples,
+    Working,
+    pack,
+    pixels_header,
+)
 from triptych.media.limits import RequestBudget
-from triptych.media.workers import PicturePool
+from triptych.media.workers import MediaPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 LIMITS = MediaLimits()
 OPTIONS = PictureOptions()
@@ -51,7 +65,7 @@ def worker() -> Iterator[DecodeProcess]:
 
 
 def decode(worker: DecodeProcess, data: bytes = GOOD) -> np.ndarray:
-    return worker.decode(0, data, admit_picture(0, data, RequestBudget(LIMITS)), OPTIONS).pixels
+    return worker.picture(0, data, admit_picture(0, data, RequestBudget(LIMITS)), OPTIONS).pixels
 
 
 def descriptors() -> int:
@@ -120,7 +134,7 @@ def test_a_decoder_that_crashes_is_the_pictures_fault(worker: DecodeProcess) -> 
 
     error = while_decoding(worker, crash)
     assert not isinstance(error, MediaUnavailable)
-    assert error.reason == "damaged PNG picture: its decoder crashed (SIGSEGV)"
+    assert error.reason == "damaged PNG picture of 40 x 24: its decoder crashed (SIGSEGV)"
 
 
 def test_a_worker_that_does_not_answer_is_given_up(worker: DecodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +152,11 @@ def test_a_worker_that_does_not_answer_is_given_up(worker: DecodeProcess, monkey
 def test_other_workers_go_on_while_one_is_killed() -> None:
     async def run() -> None:
         one, other = (DecodeProcess(LIMITS, DecodeConfig()) for _ in range(2))
-        pool = PicturePool([one, other], 100)
+        pool = MediaPool([one, other], 100)
+        admitted = admit_picture(0, GOOD, RequestBudget(LIMITS))
         await pool.start()
         os.kill(other.pid, signal.SIGSTOP)
-        pictures = [
-            asyncio.create_task(pool.decode(index, GOOD, RequestBudget(LIMITS), OPTIONS)) for index in range(40)
-        ]
+        pictures = [asyncio.create_task(pool.picture(index, GOOD, admitted, OPTIONS)) for index in range(40)]
         while pool.statistics().decoded < 39:  # the last in line is the first to be asked
             await asyncio.sleep(0.001)
         os.kill(other.pid, signal.SIGKILL)
@@ -151,7 +164,7 @@ def test_other_workers_go_on_while_one_is_killed() -> None:
         assert sum(isinstance(result, Picture) for result in results) == 39
         (error,) = [result for result in results if not isinstance(result, Picture)]
         assert isinstance(error, MediaUnavailable)
-        assert (await pool.decode(0, GOOD, RequestBudget(LIMITS), OPTIONS)).pixels.shape == RGB.shape
+        assert (await pool.picture(0, GOOD, admitted, OPTIONS)).pixels.shape == RGB.shape
         now = pool.statistics()
         assert (now.deaths, now.starts, now.failed, now.busy, now.bytes_held) == (1, 3, 1, 0, 0)
         await pool.close()
@@ -245,9 +258,11 @@ def test_a_process_is_small_and_limits_itself_for_good(worker: DecodeProcess) ->
     assert "_imaging" in maps
     assert not [name for name in ("torch", "grpc", "tokenizers", "xgrammar") if name in maps]
     soft, hard = resource.prlimit(worker.pid, resource.RLIMIT_AS)
-    most = LIMITS.max_item_pixels * 32 + LIMITS.max_item_bytes * 4 + 64 * MIB
+    config = DecodeConfig()
+    picture = picture_ceiling(LIMITS.max_item_pixels, LIMITS.max_item_bytes, config).memory
+    most = max(picture, file_ceiling(LIMITS.max_item_bytes, LIMITS, config).memory)
     assert most < soft == hard < most + 1024 * MIB
-    assert resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)[1] < LIMITS.max_item_pixels * 3 + MIB
+    assert resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)[1] < 600 * 192_000 * 4 + MIB
     assert resource.prlimit(worker.pid, resource.RLIMIT_CORE) == (0, 0)
 
 
@@ -291,59 +306,174 @@ def sealed(content: bytes, seals: int = SEALS) -> int:
     return descriptor
 
 
-def answer(size: tuple[int, int]) -> bytes:
-    return Answer(Outcome.DONE, Size(*size)).pack()
+PPM = pixels_header(4, 2) + bytes(24)
+PIXELS = Pixels(4, 2)
+FRAMES = Frames(2, 64, 96, 30.0, 30, 1.0)
+SAMPLES = Samples(16000)
 
 
-PPM = pixels_header(Size(4, 2)) + bytes(24)
+def film(indices: Sequence[int] = (0, 5), timestamps: Sequence[float] = (0.0, 0.2), frames: int = 2) -> bytes:
+    """What goes with ``FRAMES``."""
+    return bytes(frames * 64 * 96 * 3) + np.array(indices, "<i8").tobytes() + np.array(timestamps, "<f8").tobytes()
 
 
-@pytest.mark.parametrize(
-    ("message", "make"),
-    [
-        (answer((4, 2)), list),
-        (answer((4, 2)), lambda: [sealed(PPM, 0)]),
-        (answer((4, 2)), lambda: [sealed(PPM, fcntl.F_SEAL_SHRINK)]),
-        (answer((4, 2)), lambda: [sealed(PPM + b"x")]),
-        (answer((4, 2)), lambda: [sealed(PPM[:-1])]),
-        (answer((4, 2)), lambda: [os.open("/dev/zero", os.O_RDONLY)]),
-        (answer((4, 2)), lambda: [os.open(__file__, os.O_RDONLY)]),
-        (answer((400, 400)), lambda: [sealed(pixels_header(Size(400, 400)) + bytes(480_000))]),
-        (answer((0, 0)), lambda: [sealed(PPM)]),
-        (answer((2**32 - 1, 2**32 - 1)), lambda: [sealed(PPM)]),
-        (b"\x09" + bytes(8), list),
-        (b"\0", list),
-    ],
-)
-def test_a_process_that_was_taken_over_can_only_fail(
-    worker: DecodeProcess, monkeypatch: pytest.MonkeyPatch, message: bytes, make: Callable[[], list[int]]
-) -> None:
-    decode(worker)
-    before = descriptors()
+def tone(samples: int = 16000, value: float = 0.5) -> bytes:
+    """What goes with ``SAMPLES``."""
+    return np.full(samples, value, "<f4").tobytes()
+
+
+def picture(worker: DecodeProcess) -> Picture:
+    return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS)
+
+
+def clip(worker: DecodeProcess) -> Clip:
+    fit = FrameFit(cell=32, temporal=2, min_pixels=64, max_pixels=10**6)
+    return worker.clip(0, clips.encoded(), FrameSampling(num_frames=4), fit)
+
+
+def sound(worker: DecodeProcess) -> Sound:
+    return worker.sound(0, sounds.encoded(), 16000)
+
+
+Ask = Callable[[DecodeProcess], Picture | Clip | Sound]
+
+
+def while_another_answers(
+    worker: DecodeProcess, ask: Ask, messages: Sequence[bytes], forged: list[int]
+) -> Picture | Clip | Sound:
+    """What comes of an item when somebody else answers in the place of the process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     kept, worker._channel = worker._channel, ours
-    forged = make()
-    socket.send_fds(theirs, [message], forged)
+    for message in messages[:-1]:
+        theirs.send(message)
+    socket.send_fds(theirs, [messages[-1]], forged)
     for descriptor in forged:
         os.close(descriptor)
-    with pytest.raises(MediaError, match="media item 0: decode: "):
-        decode(worker)
-    theirs.close()
-    assert kept is not None
-    kept.close()
-    assert (decode(worker) == RGB).all()
-    assert worker.deaths == 1
+    try:
+        return ask(worker)
+    finally:
+        theirs.close()
+        assert kept is not None
+        kept.close()
+
+
+FORGED: list[tuple[Ask, object, Callable[[], list[int]]]] = [
+    (picture, PIXELS, list),
+    (picture, PIXELS, lambda: [sealed(PPM, 0)]),
+    (picture, PIXELS, lambda: [sealed(PPM, fcntl.F_SEAL_SHRINK)]),
+    (picture, PIXELS, lambda: [sealed(PPM, SEALS & ~fcntl.F_SEAL_WRITE)]),
+    (picture, PIXELS, lambda: [sealed(PPM + b"x")]),
+    (picture, PIXELS, lambda: [sealed(PPM[:-1])]),
+    (picture, PIXELS, lambda: [os.open("/dev/zero", os.O_RDONLY)]),
+    (picture, PIXELS, lambda: [os.open(__file__, os.O_RDONLY)]),
+    (picture, Pixels(400, 400), lambda: [sealed(pixels_header(400, 400) + bytes(480_000))]),
+    (picture, Pixels(0, 0), lambda: [sealed(PPM)]),
+    (picture, Pixels(2**31 - 1, 2**31 - 1), lambda: [sealed(PPM)]),
+    (picture, FRAMES, lambda: [sealed(film())]),
+    (picture, SAMPLES, lambda: [sealed(tone())]),
+    (picture, Ready(), list),
+    (picture, b"\x09" + bytes(8), list),
+    (picture, b"\0", list),
+    (clip, PIXELS, lambda: [sealed(PPM)]),
+    (clip, FRAMES, list),
+    (clip, FRAMES, lambda: [sealed(film(), 0)]),
+    (clip, FRAMES, lambda: [sealed(film() + b"x")]),
+    (clip, FRAMES, lambda: [sealed(film(frames=1))]),
+    (clip, FRAMES, lambda: [sealed(film(indices=(5, 0)))]),
+    (clip, FRAMES, lambda: [sealed(film(indices=(-1, 5)))]),
+    (clip, FRAMES, lambda: [sealed(film(indices=(0, 30)))]),
+    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.2, 0.2)))]),
+    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.0, 1.5)))]),
+    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.0, float("nan"))))]),
+    (clip, Frames(3, 64, 96, 30.0, 30, 1.0), lambda: [sealed(film((0, 1, 2), (0.0, float("nan"), 0.2), 3))]),
+    (clip, Frames(5, 64, 96, 30.0, 30, 1.0), lambda: [sealed(film(range(5), np.arange(5) / 30, 5))]),
+    (clip, Frames(2, 96, 65, 30.0, 30, 1.0), lambda: [sealed(film())]),
+    (clip, Frames(2, 48, 128, 30.0, 30, 1.0), lambda: [sealed(film())]),
+    (clip, Frames(2, 64, 96, float("inf"), 30, 1.0), lambda: [sealed(film())]),
+    (clip, Frames(2, 64, 96, 30.0, 36_001, 1.0), lambda: [sealed(film())]),
+    (clip, Frames(2, 64, 96, 30.0, 30, 601.0), lambda: [sealed(film())]),
+    (clip, Frames(2, 64, 96, 30.0, 30, float("nan")), lambda: [sealed(film())]),
+    (clip, Frames(2, 2**30, 2**30, 30.0, 30, 1.0), lambda: [sealed(film())]),
+    (sound, FRAMES, lambda: [sealed(film())]),
+    (sound, SAMPLES, list),
+    (sound, SAMPLES, lambda: [sealed(tone(), 0)]),
+    (sound, SAMPLES, lambda: [sealed(tone(15999))]),
+    (sound, SAMPLES, lambda: [sealed(tone(value=float("nan")))]),
+    (sound, SAMPLES, lambda: [sealed(tone(value=float("-inf")))]),
+    (sound, Samples(601 * 16000), lambda: [sealed(tone(601 * 16000))]),
+]
+
+
+@pytest.fixture(scope="module")
+def other_worker() -> Iterator[DecodeProcess]:
+    """One for many tests, each of which it does not survive."""
+    worker = DecodeProcess(LIMITS, DecodeConfig())
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("case", FORGED, ids=str)
+def test_a_process_that_was_taken_over_can_only_fail(
+    other_worker: DecodeProcess, case: tuple[Ask, object, Callable[[], list[int]]]
+) -> None:
+    ask, message, make = case
+    last = message if isinstance(message, bytes) else pack(message)  # type: ignore[arg-type]
+    decode(other_worker)
+    before, deaths = descriptors(), other_worker.deaths
+    with pytest.raises(MediaError, match="media item 0: decode: its decoder gives no sane answer: ") as refused:
+        while_another_answers(other_worker, ask, [last], make())
+    assert str(refused.value).isprintable()
+    assert other_worker.deaths == deaths + 1
+    del refused  # it holds what was mapped
+    other_worker.start()
     assert descriptors() == before
 
 
-def test_a_forged_picture_that_is_one_is_taken(worker: DecodeProcess) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+@pytest.mark.parametrize("ask", [picture, clip, sound])
+def test_a_process_that_always_works_is_given_up(worker: DecodeProcess, ask: Ask) -> None:
     worker.start()
-    kept, worker._channel = worker._channel, ours
-    forged = sealed(PPM)
-    socket.send_fds(theirs, [answer((4, 2))], [forged])
-    os.close(forged)
-    assert decode(worker).shape == (2, 4, 3)
-    theirs.close()
-    assert kept is not None
-    kept.close()
+    with pytest.raises(MediaError, match="no sane answer: it says twice that it works"):
+        while_another_answers(worker, ask, [pack(Working(0.5))] * 2, [])
+    assert (decode(worker) == RGB).all()
+
+
+@pytest.mark.parametrize("works", [0, 1])
+def test_a_forged_answer_that_is_one_is_taken(worker: DecodeProcess, works: int) -> None:
+    for ask, message, content in ((picture, PIXELS, PPM), (clip, FRAMES, film()), (sound, SAMPLES, tone())):
+        worker.start()
+        messages = [*[pack(Working(0.5))] * works, pack(message)]
+        item = while_another_answers(worker, ask, messages, [sealed(content)])
+        if isinstance(item, Picture):
+            assert item.pixels.shape == (2, 4, 3)
+        elif isinstance(item, Clip):
+            assert (item.frames.shape, item.plan.indices) == ((2, 64, 96, 3), (0, 5))
+        else:
+            assert (item.samples == 0.5).all()
+        worker.close()
+
+
+def test_a_forged_reason_is_one_short_line(worker: DecodeProcess) -> None:
+    worker.start()
+    with pytest.raises(MediaError) as refused:
+        while_another_answers(worker, picture, [pack(Failed(Stage.LIMIT, "one\ntwo\x1b[31m" + "x" * 9000))], [])
+    assert str(refused.value).startswith("media item 0: limit: onetwo[31mxxx")
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_process_that_says_it_works_is_waited_for_as_long_as_it_may(
+    worker: DecodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.media.decode_host.PATIENCE", 1e-4)
+    worker.start()
+    with pytest.raises(MediaUnavailable, match="not decoded within 0 s: this machine is busy"):
+        while_another_answers(worker, clip, [pack(Working(1e300))], [])
+
+
+def test_an_item_that_ran_out_of_memory_takes_its_process_along(worker: DecodeProcess) -> None:
+    for ask, what in ((picture, "PNG picture of 40 x 24"), (clip, "video"), (sound, "sound")):
+        worker.start()
+        with pytest.raises(MediaError, match=rf"limit: decoding this {what} takes more than \d+ MiB") as refused:
+            while_another_answers(worker, ask, [pack(OutOfMemory())], [])
+        assert refused.value.stage is Stage.LIMIT
+        assert worker.pid == 0

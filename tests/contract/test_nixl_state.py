@@ -70,7 +70,7 @@ def test_long_sessions_fit(count: int, generations: list[int]) -> None:
 
 
 def test_longer_ones_are_refused_by_their_size() -> None:
-    with pytest.raises(InvalidRequest, match=r"30000 blocks needs a handle of \d+ bytes.*--block-size"):
+    with pytest.raises(InvalidRequest, match=r"30000 blocks needs a handle of \d+ bytes.*a shorter prompt"):
         seal_state(make_state(np.arange(30000), np.arange(30000)), OPTIONS)
 
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
-import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.contract.corpus_run import LIMITS, Run
 from tests.corpus.make_pictures import DIRECTORY, TABLE, bad, codecs, digest, files, good, is_near
 from tests.corpus.pictures import TRAILER
-from triptych.core.config import MIB, DecodeConfig, MediaLimits
+from triptych.core.config import MIB
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Picture
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode_host import DecodeProcess
+from triptych.media.decode import admit_picture
 from triptych.media.limits import RequestBudget
-from triptych.media.workers import PicturePool
 from triptych.processors.identity import content_key
 
-LIMITS = MediaLimits()
+if TYPE_CHECKING:
+    from triptych.media.workers import MediaPool
+
 CUTS = 20
 TAKEN = 256 * MIB
 """More resident memory than any of these pictures may take."""
@@ -33,38 +32,8 @@ def table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
-def resident(pid: int, what: str) -> int:
-    """Bytes: ``VmRSS`` now, ``VmHWM`` at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
-
-
-class Run:
-    """What came of many pictures that were decoded together."""
-
-    def __init__(self, pictures: dict[str, bytes], workers: int = 2) -> None:
-        self.results: dict[str, Picture | MediaError] = {}
-        self.peaks: list[int] = []
-        self.grown = 0
-        asyncio.run(self._run(pictures, workers))
-
-    async def _run(self, pictures: dict[str, bytes], workers: int) -> None:
-        processes = [DecodeProcess(LIMITS, DecodeConfig()) for _ in range(workers)]
-        pool = PicturePool(processes, len(pictures))
-        await pool.start()
-        before = resident(os.getpid(), "VmRSS")
-
-        async def one(name: str, data: bytes) -> None:
-            try:
-                self.results[name] = await pool.decode(0, data, RequestBudget(LIMITS), PictureOptions())
-            except MediaError as error:
-                self.results[name] = error
-            self.peaks += [resident(process.pid, "VmHWM") for process in processes if process.pid]
-
-        await asyncio.gather(*(one(name, data) for name, data in pictures.items()))
-        self.grown = resident(os.getpid(), "VmRSS") - before
-        assert pool.statistics().bytes_held == 0
-        await pool.close()
+async def decoded(pool: MediaPool, data: bytes) -> Picture:
+    return await pool.picture(0, data, admit_picture(0, data, RequestBudget(LIMITS)), PictureOptions())
 
 
 def test_the_committed_files_are_what_is_made() -> None:
@@ -94,7 +63,7 @@ def test_every_picture_gives_its_pixels_and_every_hostile_one_fails_by_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     everything = {name: case.data for name, case in (*good().items(), *bad().items())}
-    run = Run(everything)
+    run = Run(everything, decoded)
     same_codecs = codecs() == table()["codecs"]
     for name, row in table()["good"].items():
         result, case = run.results[name], good()[name]
@@ -112,11 +81,8 @@ def test_every_picture_gives_its_pixels_and_every_hostile_one_fails_by_itself(
         assert row["words"] in result.reason, f"{name}: {result}"
         assert str(result).isprintable()
     with capsys.disabled():
-        print(
-            f"\n{len(everything)} pictures: a decode process had at most {max(run.peaks) // MIB} MiB resident, "
-            f"this one grew by {run.grown // MIB} MiB"
-        )
-    assert max(run.peaks) < TAKEN
+        print(run.summary("pictures", bad()))
+    assert run.peak < TAKEN
     assert run.grown < TAKEN
 
 
@@ -128,9 +94,9 @@ def test_what_is_cut_off_anywhere_is_refused_or_whole() -> None:
         for name in bases
         for point in range(CUTS)
     }
-    whole = Run({name: good()[name].data for name in bases}).results
+    whole = Run({name: good()[name].data for name in bases}, decoded).results
     counts = {Picture: 0, MediaError: 0}
-    for name, result in Run(cut).results.items():
+    for name, result in Run(cut, decoded).results.items():
         full = whole[name.split()[0]]
         if isinstance(result, Picture):
             assert isinstance(full, Picture)
@@ -146,10 +112,12 @@ def test_trailing_bytes_are_no_part_of_the_picture_but_of_its_identity() -> None
     assert len(trailing) == 7
     files = {name: good()[name].data for name in trailing}
     bare = {name: data.removesuffix(TRAILER) for name, data in files.items()}
-    with_trailer, without = Run(files).results, Run(bare).results
+    with_trailer, without = Run(files, decoded).results, Run(bare, decoded).results
     for name in trailing:
         one, other = with_trailer[name], without[name]
         assert isinstance(one, Picture)
         assert isinstance(other, Picture)
         assert (one.pixels == other.pixels).all()
-        assert content_key(files[name], fingerprint=b"") != content_key(bare[name], fingerprint=b"")
+        assert content_key(files[name], options=b"", fingerprint=b"") != content_key(
+            bare[name], options=b"", fingerprint=b""
+        )

@@ -303,6 +303,17 @@ def transparent_gif() -> bytes:
     return buffer.getvalue()
 
 
+def narrow() -> bytes:
+    """One frame, 201 times as wide as it is high."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="gif") as file:
+        stream = file.add_stream("gif", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 402, 2, "rgb8"
+        file.mux(stream.encode(av.VideoFrame(402, 2, "rgb8")))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
 @dataclass(frozen=True)
 class Bad:
     """A file that must be refused, and how the reason reads."""

@@ -18,7 +18,7 @@ from tests.e2e.servers import Engine, engine_process
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-_COMMON = ("load_running_requests", "load_queued_requests", "load_used_blocks", "media_admission_permits_in_use")
+_COMMON = ("load_running_requests", "load_queued_requests", "load_used_blocks", "media_admission_shares_in_use")
 HELD = {
     "prefill": (
         *_COMMON,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -10,11 +11,16 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import triptych
+from tests.corpus.clips import KINDS, encoded
 from tests.drawings import shape_png
 from tests.e2e.servers import COMMAND, run
+from triptych.cli.ask import read_item
+from triptych.cli.media import LIMIT_VARIABLE, MediaFlags
 from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
+from triptych.core.media import Modality
 
 DEMO = Path(triptych.__file__).parent / "demo_model"
 
@@ -51,6 +57,13 @@ def complains(*arguments: str, says: str) -> None:
         (("engine", "demo", "--max-lora-rank", "0"), "max-lora-rank"),
         (("gateway", "--engine", "127.0.0.1:1", "--engine-ca", "/etc/hostname"), "--engine-ca"),
         (("gateway", "--engine", "127.0.0.1:1", "--engine-key", "/etc/hostname"), "--engine-certificate"),
+        (("engine", "demo", "--fetch-ca-file", "/nowhere.pem"), "--fetch-ca-file /nowhere.pem"),
+        (("engine", "demo", "--fetch-ca-file", "/etc/hostname"), "--fetch-ca-file /etc/hostname"),
+        (("engine", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy: a proxy is spoken to by http"),
+        (("engine", "demo", "--fetch-proxy", "proxy.example:3128"), "--fetch-proxy"),
+        (("engine", "demo", "--media-options", '{"image": {"sharpen": 1}}'), "media_options.image.sharpen"),
+        (("serve", "demo", "--max-items", "2.5"), "--max-items"),
+        (("serve", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy"),
         (("engine", "demo", "--sparkle"), "sparkle"),
         (("gateway", "--http", "127.0.0.1:0"), "engine"),
         (("serve", "demo", "--topology", "e+p"), "2e+1p+2d"),
@@ -127,6 +140,32 @@ def test_a_broken_picture_names_the_item(tmp_path: Path) -> None:
     complains("ask", str(picture), "what is it?", says="broken.png: not a picture")
 
 
+def test_a_video_is_told_by_its_first_bytes_and_refused_by_a_model_that_reads_none(tmp_path: Path) -> None:
+    film = tmp_path / "film.png"
+    film.write_bytes(encoded())
+    complains("ask", str(film), "what is it?", says="film.png: a video, which demo cannot read")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_video_file_is_taken_for_one(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(encoded(KINDS[kind]))
+    assert read_item(file).modality is (Modality.IMAGE if kind == "gif" else Modality.VIDEO)
+
+
+@pytest.mark.parametrize("name", ["AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WebP"])
+def test_every_kind_of_picture_file_is_taken_for_one(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "file.mp4"
+    Image.new("RGB", (16, 16), "red").save(file, name)
+    assert read_item(file).modality is Modality.IMAGE
+
+
+def test_an_engine_does_not_start_with_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, "many")
+    for command in ("engine", "serve"):
+        complains(command, "demo", says=f"{LIMIT_VARIABLE}: must be a whole number")
+
+
 @pytest.mark.parametrize("command", ["engine", "gateway", "serve", "ask", "doctor"])
 def test_every_command_explains_itself(command: str) -> None:
     done = run(command, "--help")
@@ -137,7 +176,8 @@ def test_every_command_explains_itself(command: str) -> None:
 @pytest.mark.parametrize("command", ["engine", "serve"])
 def test_every_flag_has_a_help_line_and_a_default(command: str) -> None:
     words = " ".join(run(command, "--help").stdout.replace("│", " ").split())
-    for field in (*fields(EngineOptions), *fields(HandoffOptions), *fields(EncoderOptions)):
+    words = re.sub(r" --no-[a-z-]+", "", words)
+    for field in (*fields(EngineOptions), *fields(MediaFlags), *fields(HandoffOptions), *fields(EncoderOptions)):
         if field.name == "handoff_secret":
             continue  # its default is not shown
         flag = f"--{field.name.replace('_', '-')} "

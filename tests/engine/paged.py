@@ -64,9 +64,11 @@ class Paged:
             while len(sequence.blocks) * size < end:
                 sequence.blocks.append(self._free.pop())
             for index, item in enumerate(sequence.plan.items):
-                for at in range(max(start, item.start), min(end, item.end)):
-                    media_at.append(len(ids) + at - start)
-                    media_rows.append(sequence.rows[index][at - item.start])
+                places = [at for run in item.runs for at in range(run.start, run.end)]
+                for row, at in enumerate(places):
+                    if start <= at < end:
+                        media_at.append(len(ids) + at - start)
+                        media_rows.append(sequence.rows[index][row])
             ids += sequence.tokens[start:end]
             positions.append(sequence.positions_at(start, end))
             slots += [sequence.blocks[at // size] * size + at % size for at in range(start, end)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from tests.checkpoints import token_ids
+from tests.checkpoints import token_ids, tokenise
 from tests.engine.setup import Bench
 from triptych.core.events import Failed
 from triptych.core.media import Picture
@@ -35,7 +35,7 @@ def model(checkpoint: Callable[[str], Path]) -> Model:
 
 @pytest.fixture(scope="module")
 def requests(checkpoint: Callable[[str], Path]) -> list[Request]:
-    processor = load_processor(checkpoint("vl-deepstack"))
+    processor = load_processor(checkpoint("vl-deepstack"), tokenise)
     return [make(processor, f"r{number}", number) for number in range(16)]
 
 

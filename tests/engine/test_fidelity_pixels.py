@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from tests.checkpoints import tokenise
 from triptych.core.checkpoint import Section
+from triptych.core.clip import MAX_ASPECT
 from triptych.core.errors import MediaError
 from triptych.core.media import Picture
 from triptych.models.vision.patches import patch_numbers
-from triptych.processors.qwen3_vl import MAX_ASPECT, PixelSettings, Qwen3VLProcessor, Size
+from triptych.processors.pixel_settings import Bounds, PixelSettings, Size
+from triptych.processors.qwen3_vl import Qwen3VLProcessor
 from triptych.processors.registry import load_processor
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ def processor(**images: object) -> Qwen3VLProcessor:
         "temporal_patch_size": images.get("temporal_patch_size", 2),
     }
     config = Section("config.json", {"vision_config": vision})
-    return Qwen3VLProcessor(config, Section("preprocessor_config.json", images), bytes(32))
+    return Qwen3VLProcessor(config, Section("preprocessor_config.json", images), None, bytes(32), tokenise)
 
 
 def numbers(entry: EncoderInput, frames: int = 2) -> torch.Tensor:
@@ -85,7 +88,7 @@ def assert_equal(entry: EncoderInput, reference: Qwen2VLImageProcessorPil, shown
 def test_patches_are_those_of_transformers(checkpoint: Callable[[str], Path], height: int, width: int) -> None:
     directory = checkpoint("vl-deepstack")
     shown = picture(height, width)
-    entry = load_processor(directory).encoder_input(0, shown, bytes(32))
+    entry = load_processor(directory, tokenise).encoder_input(0, shown, bytes(32))
     assert_equal(entry, Qwen2VLImageProcessorPil.from_pretrained(directory), shown)
 
 
@@ -145,7 +148,8 @@ sides = st.one_of(
 @settings(max_examples=2000)
 @given(sides, sides, st.sampled_from([1, 14, 28, 32, 48]), st.integers(1, 1 << 25), st.integers(0, 1 << 25))
 def test_sizes_are_those_of_transformers(height: int, width: int, cell: int, least: int, more: int) -> None:
-    pixels = PixelSettings(cell, 1, 2, least, least + more, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    bounds = Bounds(least, least + more)
+    pixels = PixelSettings(cell, 1, 2, bounds, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3)
     try:
         expected = smart_resize(height, width, cell, least, least + more)
     except ValueError:
@@ -154,7 +158,7 @@ def test_sizes_are_those_of_transformers(height: int, width: int, cell: int, lea
             processor(patch_size=cell).encoder_input(0, nothing, bytes(32))
     else:
         assert max(height, width) <= MAX_ASPECT * min(height, width)
-        assert pixels.fit(Size(height, width)) == expected
+        assert pixels.fit(Size(height, width), bounds) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_settings_are_read_from_the_files_that_transformers_writes(
     (tmp_path / "config.json").write_bytes((checkpoint("vl-deepstack") / "config.json").read_bytes())
     reference.save_pretrained(tmp_path)
     shown = picture(203, 517)
-    assert_equal(load_processor(tmp_path).encoder_input(0, shown, bytes(32)), reference, shown)
+    assert_equal(load_processor(tmp_path, tokenise).encoder_input(0, shown, bytes(32)), reference, shown)
 
 
 def test_the_newer_file_that_holds_every_processor_is_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -182,5 +186,5 @@ def test_the_newer_file_that_holds_every_processor_is_read(checkpoint: Callable[
     inner = (directory / "preprocessor_config.json").read_text()
     (tmp_path / "processor_config.json").write_text(f'{{"image_processor": {inner}}}')
     shown = picture(90, 61)
-    entries = [load_processor(d).encoder_input(0, shown, bytes(32)) for d in (directory, tmp_path)]
+    entries = [load_processor(d, tokenise).encoder_input(0, shown, bytes(32)) for d in (directory, tmp_path)]
     assert torch.equal(*(numbers(entry) for entry in entries))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -15,20 +16,27 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
+from tests import noise
 from tests.chat_files import make_tokenizer
 from tests.checkpoints import SHAPES
 from tests.corpus import clips
+from triptych.core.checkpoint import Section
 from triptych.core.clip import FrameFit, FramePlan, FrameSampling, FrameSize
 from triptych.core.config import MediaLimits
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.media import Modality
+from triptych.core.media_options import ClipLayer, ClipOptions, OptionLayer
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.media.frame_plan import Timeline, plan_frames
 from triptych.media.video import decode_clip
+from triptych.models.vision.patches import patch_numbers
 from triptych.processors.positions import positions_of
+from triptych.processors.qwen3_vl import Qwen3VLProcessor as Ours
+from triptych.processors.registry import load_processor
 from triptych.processors.video_prompt import VideoTokens, group_times, video_text
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 FPS = st.sampled_from([0.7, 1.0, 10.0, 23.976, 24.0, 30000 / 1001, 30.0, 59.94, 60.0])
@@ -139,3 +147,91 @@ def test_frames_have_the_pixels_that_the_reference_reads(kind: str, tmp_path: Pa
     clip = decode_clip(0, path.read_bytes(), sampling, MediaLimits())
     expected, _ = read_video_pyav(str(path), lambda metadata, **_: np.array(clip.plan.indices))
     assert np.array_equal(clip.frames, expected)
+
+
+def processor(**videos: object) -> Ours:
+    """With a tower of the same shape."""
+    vision = {
+        "patch_size": videos["patch_size"],
+        "spatial_merge_size": videos["merge_size"],
+        "temporal_patch_size": videos["temporal_patch_size"],
+    }
+    images, file = Section("preprocessor_config.json", {}), Section("video_preprocessor_config.json", videos)
+    return Ours(Section("config.json", {"vision_config": vision}), images, file, bytes(32), ids)
+
+
+@st.composite
+def video_settings(draw: st.DrawFn) -> dict[str, object]:
+    three = {"min_size": 3, "max_size": 3}
+    return {
+        "patch_size": draw(st.sampled_from([16, 14, 3])),
+        "merge_size": draw(st.sampled_from([2, 1, 3])),
+        "temporal_patch_size": draw(st.sampled_from([2, 1, 3])),
+        "rescale_factor": draw(st.one_of(st.sampled_from([1 / 255, 1 / 127.5, 1.0]), st.floats(1e-6, 10.0))),
+        "image_mean": draw(st.lists(st.floats(-3.0, 3.0), **three)),
+        "image_std": draw(st.lists(st.one_of(st.floats(1e-3, 3.0), st.floats(-3.0, -1e-3)), **three)),
+    }
+
+
+@given(video_settings(), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3))
+def test_numbers_of_fitted_frames_are_those_of_the_reference(
+    videos: dict[str, object], frames: int, down: int, across: int
+) -> None:
+    patch, merge, temporal = (videos[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
+    shown = noise.clip(frames, frames, down * patch * merge, across * patch * merge)
+    entry = processor(**videos).clip_input(0, shown, bytes(32))
+
+    mean, std, rescale = REFERENCE._fuse_mean_std_and_rescale_factor(
+        True, tuple(videos["image_mean"]), tuple(videos["image_std"]), True, videos["rescale_factor"]
+    )
+    assert not rescale
+    # What torchvision's normalisation is: minus the mean, over the deviation.
+    channels = torch.from_numpy(shown.frames).permute(0, 3, 1, 2).float()
+    normalised = (channels - mean[:, None, None]) / std[:, None, None]
+    expected, *grid = REFERENCE.patchify(normalised[None], patch, merge, temporal)
+    assert list(entry.layout.grid) == grid
+    assert torch.equal(patch_numbers([entry], temporal, torch.device("cpu"), torch.float32), expected[0])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_settings_are_read_from_the_files_that_transformers_writes(
+    checkpoint: Callable[[str], Path], tmp_path: Path, nested: bool
+) -> None:
+    directory = checkpoint("vl-deepstack")
+    reference = Qwen3VLVideoProcessor(size={"shortest_edge": 4096, "longest_edge": 100_000}, fps=3, max_frames=99)
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    reference.save_pretrained(tmp_path)
+    assert load_processor(directory, ids).preferences == OptionLayer()
+    if nested:
+        written = tmp_path / "video_preprocessor_config.json"
+        (tmp_path / "processor_config.json").write_text(f'{{"video_processor": {written.read_text()}}}')
+        written.write_text("{}")
+    made = load_processor(tmp_path, ids)
+    assert made.preferences == OptionLayer(video=ClipLayer(fps=3, min_frames=4, max_frames=99))
+    assert made.frame_fit(ClipOptions(FrameSampling())) == FrameFit(32, 2, 4096, 100_000, 3)
+    assert made.placeholders[Modality.VIDEO] == TOKENS.pad
+
+
+def test_what_a_file_leaves_out_is_as_in_the_reference() -> None:
+    shape = {"patch_size": REFERENCE.patch_size, "merge_size": MERGE, "temporal_patch_size": TEMPORAL}
+    made, written = processor(**shape), processor(**json.loads(REFERENCE.to_json_string()))
+    assert made.fingerprint == written.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["mp4 h264 with B frames", "avi mjpeg"])
+def test_from_a_file_to_what_a_prompt_says(kind: str) -> None:
+    shape = {"patch_size": 16, "merge_size": MERGE, "temporal_patch_size": TEMPORAL}
+    ours = processor(**shape, size={"shortest_edge": 4096, "longest_edge": 40_000})
+    options = ours.preferences.clip()
+    clip = decode_clip(0, clips.encoded(clips.KINDS[kind]), options.sampling, MediaLimits(), ours.frame_fit(options))
+    entry = ours.clip_input(0, clip, bytes(32))
+    plan, (placed,) = ours.plan(np.array([5, 151656, 6], np.int32), [entry])
+    expected = []
+    for seconds in entry.layout.times:
+        expected += [*ids(f"<{seconds:.1f} seconds>"), 151652, *[151656] * (entry.layout.rows // entry.layout.grid.t)]
+        expected.append(151653)
+    assert plan.token_ids.tolist() == [5, *expected, 6]
+    assert placed.layout is plan.items[0]
+    assert len(placed.layout.runs) == entry.layout.grid.t
+    assert clip.frames.size // 3 <= 40_000

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.checkpoints import tokenise
 from tests.engine.handoff import Pair
 from tests.engine.test_engine_model import bench, make
 from tests.requests import group
@@ -36,7 +37,7 @@ def exact(checkpoint: Callable[[str], Path]) -> Model:
 
 @pytest.fixture(scope="module")
 def requests(checkpoint: Callable[[str], Path]) -> list[Request]:
-    processor = load_processor(checkpoint("vl-deepstack"))
+    processor = load_processor(checkpoint("vl-deepstack"), tokenise)
     return [make(processor, f"r{number}", number) for number in range(8)]
 
 

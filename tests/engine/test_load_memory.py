@@ -30,7 +30,7 @@ def peak():
 WHOLE = """
 import json, sys
 import numpy as np
-from tests.checkpoints import token_ids
+from tests.checkpoints import token_ids, tokenise
 from tests.engine.setup import Bench
 from triptych.core.media import Picture
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
@@ -43,7 +43,7 @@ before = peak()
 model = load_model(directory)
 loaded = peak() - before
 bench = Bench(model.text, model.tower, num_blocks=16, encoder_cache_bytes=1 << 24)
-processor = load_processor(directory)
+processor = load_processor(directory, tokenise)
 pixels = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
 words = [40, 41, *(token_ids()[f"<|{word}|>"] for word in ("vision_start", "image_pad", "vision_end")), 42, 43]
 plan, inputs = processor.plan(np.array(words, np.int32), [processor.encoder_input(0, Picture(pixels), bytes(32))])
@@ -64,6 +64,7 @@ print(json.dumps({
 TOWER = """
 import json, sys
 import numpy as np
+from tests.checkpoints import tokenise
 from triptych.core.media import Picture
 from triptych.models.registry import describe, describe_tower, load_tower
 from triptych.processors.registry import load_processor
@@ -74,7 +75,7 @@ before = peak()
 model = load_tower(directory)
 loaded = peak() - before
 pixels = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
-rows, = model.tower.encode([load_processor(directory).encoder_input(0, Picture(pixels), bytes(32))])
+rows, = model.tower.encode([load_processor(directory, tokenise).encoder_input(0, Picture(pixels), bytes(32))])
 print(json.dumps({
     "rows": list(rows.shape),
     "width": description.spec.row_width,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import TEXT_SHAPES, VISION_SHAPES, write_checkpoint
+from tests.checkpoints import TEXT_SHAPES, VISION_SHAPES, tokenise, write_checkpoint
 from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
 from triptych.core.media import Picture
 from triptych.models.registry import describe, describe_tower, load_model, load_tower
@@ -42,7 +42,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 
 def pictures(directory: Path) -> list[EncoderInput]:
-    processor, noise = load_processor(directory), np.random.default_rng(7)
+    processor, noise = load_processor(directory, tokenise), np.random.default_rng(7)
     sizes = ((40, 70), (96, 33), (64, 64))
     return [
         processor.encoder_input(index, Picture(noise.integers(0, 256, (*size, 3), np.uint8)), bytes([index]) * 32)

@@ -16,8 +16,12 @@ from triptych.cli.assemble import Moves, Rows, encoder
 from triptych.cli.loaded import load_encoder
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
+from triptych.core.media import RawBytes
+from triptych.core.media_options import PictureOptions
 from triptych.engine.row_arena import ROW_LAYOUT
+from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
+from triptych.processors.identity import content_key
 from triptych.transport.contract import BlockMemory, FetchOutcome, Move
 from triptych.transport.memory import MemoryFetcher
 
@@ -87,11 +91,19 @@ class Bench:
 
     def inputs(self, request: GenerateRequest) -> list[EncoderInput]:
         """Its media as the tower reads them."""
-        intake, budget = self.role._intake, RequestBudget(self.loaded.frontend.limits)
+        processor, budget = self.loaded.frontend.processor, RequestBudget(self.loaded.frontend.limits)
         opened = []
         for index, item in enumerate(request.media):
-            data, key = intake.read(index, item, request.cache.salt)
-            opened.append(intake.decode(index, data, key, budget))
+            assert isinstance(item.source, RawBytes)
+            picture = decode_picture(index, item.source.data, budget)
+            key = content_key(
+                item.source.data,
+                options=PictureOptions().canonical(),
+                fingerprint=processor.fingerprint,
+                salt=request.cache.salt,
+                uuid=item.uuid,
+            )
+            opened.append(processor.encoder_input(index, picture, key))
         return opened
 
     def rows(self, request: GenerateRequest) -> list[torch.Tensor]:
@@ -107,7 +119,7 @@ class Bench:
             "running": self.role.load().running_requests,
             "queued": self.role.load().queued_requests,
             "encoder rows": statistics["encoder_cache"]["held_bytes"],
-            "permits": statistics["media_admission"]["permits_in_use"],
+            "permits": statistics["media_admission"]["shares_in_use"],
             "outputs": statistics["encoder_outputs"]["waiting"],
             "in the transport": len(self.memory.exchange.sessions),
         }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.roles.media_parts import media_intake
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.config import MediaLimits
 from triptych.core.errors import Overloaded, TriptychError
@@ -20,7 +21,8 @@ from triptych.roles.contract import EngineDescription, ModelDescription, RoleNam
 from triptych.roles.decode import Decode
 from triptych.roles.desk import Desk
 from triptych.roles.encoder import Encoder, RowFormat
-from triptych.roles.intake import Frontend, GrammarCompiler, Intake
+from triptych.roles.frontend import Frontend, GrammarCompiler
+from triptych.roles.intake import Intake
 from triptych.roles.known_items import KnownItems
 from triptych.roles.leases import Leases
 from triptych.roles.live import LiveRequests
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from triptych.core.events import EngineEvent, Span
     from triptych.core.kv_events import KvChange
     from triptych.core.request import EncodeRequest, Request
+    from triptych.roles.media_intake import Fetcher
     from triptych.transport.contract import SessionEvent
 
 CONTEXT = 400
@@ -47,8 +50,8 @@ ROWS = RowFormat("fake", row_bytes=64, dtype="float32")
 def frontend(vocab_size: int = 1024) -> Frontend:
     """The demo model's, without its weights."""
     directory = model_directory(DEMO)
-    processor = load_processor(directory)
     tokenizer = Tokenizer.load(directory)
+    processor = load_processor(directory, tokenizer.encode_plain)
     model = ModelDescription(
         model_id=str(directory),
         served_name="demo",
@@ -169,6 +172,7 @@ def _parts(
     kv_event_buffer: int = 16,
     vocab_size: int = 1024,
     limits: MediaLimits | None = None,
+    fetcher: Fetcher | None = None,
 ) -> Parts:
     description = EngineDescription(
         role=role,
@@ -184,9 +188,11 @@ def _parts(
         max_loras=2 if read else 0,
         kv_event_buffer=kv_event_buffer,
         kv_event_heartbeat=3600.0,
+        fetches=fetcher is not None,
     )
     front = frontend(vocab_size) if limits is None else replace(frontend(vocab_size), limits=limits)
-    intake = Intake(front, Adapters(read or _nothing, description.max_loras), compiler)
+    media = media_intake(front, fetcher)
+    intake = Intake(front, Adapters(read or _nothing, description.max_loras), compiler, media)
     return Parts(description, intake, LiveRequests(engine, frontend().tokenizer, description.max_num_sequences))
 
 
@@ -228,13 +234,17 @@ def fake_encoder(
     state: Callable[[str], SessionState] = lambda _: SessionState.WAITING,
     known: KnownItems | None = None,
     limits: MediaLimits | None = None,
+    fetcher: Fetcher | None = None,
 ) -> Desk:
     """The encoder role; what its transport says goes through ``engine.tell``, how its outputs stand by ``state``."""
-    description, intake, live = _parts(engine, RoleName.ENCODER, kv_event_buffer=0, vocab_size=2048, limits=limits)
+    description, intake, live = _parts(
+        engine, RoleName.ENCODER, kv_event_buffer=0, vocab_size=2048, limits=limits, fetcher=fetcher
+    )
+    assert intake.media is not None
     leases = Leases(engine, seconds, state)
     engine.tell = leases.tell
     known = known or KnownItems()
-    encoder = Encoder(intake, engine, live, leases, known, ROWS)
+    encoder = Encoder(intake, intake.media, engine, live, leases, known, ROWS)
     description = replace(description, encodes=True, row_backend=ROWS.backend)
     return Desk(description, intake, engine, live, encoder, leases, known)
 

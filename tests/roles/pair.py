@@ -89,7 +89,7 @@ class Pair:
                 "running": load.running_requests,
                 "queued": load.queued_requests,
                 "used blocks": load.used_blocks,
-                "permits": role.statistics()["media_admission"]["permits_in_use"],
+                "permits": role.statistics()["media_admission"]["shares_in_use"],
                 "encoder rows": role.statistics()["encoder_cache"]["held_bytes"],
                 "waiting sessions": role.statistics().get("kv_sessions", {}).get("waiting", 0),
                 **{what: scheduler[what] for what in ("sessions", "leased_blocks", "loads", "loading_blocks")},

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.roles.fake_engine import MODEL, FakeEngine, frontend
 from tests.roles.fake_sessions import folded
+from tests.roles.media_parts import media_intake
 from triptych.core.encoded import EncodedItem, EncoderReference
 from triptych.core.errors import InvalidRequest
 from triptych.core.handles import Handle, RowLayout
@@ -269,7 +270,8 @@ def consumer(
         kv_event_buffer=0,
         kv_event_heartbeat=3600.0,
     )
-    intake = Intake(frontend(VOCABULARY), Adapters(_nothing, 0), None, rows, requires_rows=requires_rows)
+    front = frontend(VOCABULARY)
+    intake = Intake(front, Adapters(_nothing, 0), None, media_intake(front), rows, requires_rows=requires_rows)
     live = LiveRequests(engine, frontend().tokenizer, max_outputs)
     if role is RoleName.AGGREGATED:
         return Desk(description, intake, engine, live, Aggregated(intake, engine, live))

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from triptych.roles.contract import Answer
     from triptych.roles.desk import Desk
 
-NOTHING_DONE = {"image_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
+NOTHING_DONE = {"image_loads": 0, "clip_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
 ROLES = (RoleName.AGGREGATED, RoleName.PREFILL)
 
 
@@ -183,7 +183,7 @@ async def test_media_and_text_go_their_own_ways() -> None:
         answer = await desk.accept(asked)
         await submitted(engine, number + 1)
         await answer.aclose()
-    assert desk.statistics()["intake"] == {"image_loads": 1, "preprocess_calls": 1, "tokenisations": 1}
+    assert desk.statistics()["intake"] == {"image_loads": 1, "clip_loads": 0, "preprocess_calls": 1, "tokenisations": 1}
     full.give_up()
     waiting.give_up()
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from triptych.roles.contract import Answer
     from triptych.roles.desk import Desk
 
-NOTHING_DONE = {"image_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
+NOTHING_DONE = {"image_loads": 0, "clip_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
 
 
 async def turns(count: int = 8) -> None:
@@ -73,7 +73,7 @@ async def refused(role: Desk, engine: FakeEngine, request: GenerateRequest, erro
     assert "\n" not in str(caught.value)
     assert engine.submitted == []
     assert role.load().queued_requests == 0
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
 
 
 # -- with a plan -------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ async def test_without_a_plan_it_is_prepared_here_where_that_can_be() -> None:
     ((one,),) = engine.submitted
     assert np.array_equal(one.plan.token_ids, plan.token_ids)
     assert one.inputs == ()  # nobody could encode them here, and nobody needs to
-    assert role.statistics()["intake"] == {"image_loads": 1, "preprocess_calls": 1, "tokenisations": 0}
+    assert role.statistics()["intake"] == {"image_loads": 1, "clip_loads": 0, "preprocess_calls": 1, "tokenisations": 0}
     await answer.aclose()
     engine.submitted.clear()
     answer = await admitted(role, engine, going_on(session(None, tokens=len(folded()))))
@@ -399,7 +399,7 @@ async def test_who_leaves_while_pictures_are_prepared() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        while role.statistics()["media_admission"]["permits_in_use"]:
+        while role.statistics()["media_admission"]["shares_in_use"]:
             await asyncio.sleep(0.001)
     await turns()
     assert engine.submitted == []

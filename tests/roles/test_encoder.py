@@ -42,6 +42,8 @@ from triptych.roles.known_items import KnownItems
 if TYPE_CHECKING:
     from triptych.core.request import EncodeRequest
     from triptych.roles.desk import Desk
+FORGETFUL = MediaLimits(prepared_cache_bytes=1)
+"""Keeps nothing that was prepared."""
 
 
 def counts(role: Desk) -> tuple[float, float]:
@@ -94,7 +96,11 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": "no marker"}, PlaceholderMismatch, "0 image placeholder"),
     ({"prompt": MARKER * 2}, PlaceholderMismatch, "2 image placeholder"),
     ({"media": (MediaItem(Modality.VIDEO, RawBytes(b"x")),)}, UnsupportedFeature, "video"),
-    ({"media": (MediaItem(Modality.IMAGE, Url("http://a.example/b.png")),)}, UnsupportedFeature, "media item 0: URLs"),
+    (
+        {"media": (MediaItem(Modality.IMAGE, Url("http://a.example/b.png")),)},
+        UnsupportedFeature,
+        "media item 0: this engine fetches no URLs",
+    ),
     ({"media": PICTURES[:1] * 65, "prompt": MARKER * 65}, InvalidRequest, "65 media items"),
     ({"prompt": (1 << 30,)}, InvalidRequest, "vocabulary"),
     ({"prompt": MARKER + "word " * 1000}, PromptTooLong, "context window"),
@@ -276,7 +282,7 @@ async def test_a_picture_that_comes_twice_is_opened_once() -> None:
 @pytest.mark.parametrize("gone", [{0}, {0, 1, 2}])
 async def test_when_rows_are_gone_all_is_opened_and_submitted_once_more(gone: set[int]) -> None:
     engine = FakeEngine()
-    role = fake_encoder(engine)
+    role = fake_encoder(engine, limits=FORGETFUL)
     await encoded(role, engine, ask(2, request_id="before"))
     answer = await role.accept(ask(3))
     await submitted(engine, 2)
@@ -298,12 +304,12 @@ async def test_when_rows_are_gone_all_is_opened_and_submitted_once_more(gone: se
     assert [span.name for span in ready.spans] == ["prepare"]
     await answer.aclose()
     assert outputs(role) == (5, 5, 0, 0, 0)
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
 
 
 async def test_a_picture_that_comes_twice_is_opened_once_when_it_is_gone() -> None:
     engine = FakeEngine()
-    role = fake_encoder(engine)
+    role = fake_encoder(engine, limits=FORGETFUL)
     await encoded(role, engine, ask(request_id="before"))
     answer = await role.accept(ask(media=PICTURES[:1] * 2, prompt=MARKER * 2))
     await submitted(engine, 2)
@@ -345,7 +351,7 @@ async def test_an_engine_that_asks_for_what_it_has_is_not_believed() -> None:
 
 async def test_what_is_known_is_bounded() -> None:
     engine = FakeEngine()
-    role = fake_encoder(engine, known=KnownItems(limit=2))
+    role = fake_encoder(engine, known=KnownItems(limit=2), limits=FORGETFUL)
     await encoded(role, engine, ask(3))
     await encoded(role, engine, ask(1))  # the oldest was forgotten
     assert counts(role) == (4, 4)
@@ -387,7 +393,7 @@ async def test_a_bad_item_is_named(bad: RawBytes | DataUri) -> None:
     assert isinstance(end.error, MediaError)
     assert str(end.error).startswith("media item 1: ")
     assert engine.submitted == []
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
     await answer.aclose()
 
 

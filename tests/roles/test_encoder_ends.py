@@ -212,7 +212,7 @@ async def test_leaving_at_every_phase(phase: str, way: str) -> None:
         engine.encoded()  # the engine was done just then, and hears that nobody wants it
     await turns()
     assert outputs(role)[0] == waiting
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
     assert role.load().queued_requests == sum(map(len, engine.submitted))
     assert role._live._by_serial == {}
     answer = await role.accept(ask(request_id=answer.request_id))  # its id is free
@@ -301,7 +301,7 @@ async def test_a_drain_withdraws_what_nobody_took() -> None:
     assert {*read, *names} < set(engine.withdrawn)
     assert set(engine.withdrawn) == {one.export for group in engine.submitted for one in group}
     assert outputs(role) == (0, 4, 0, 0, 4)
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
 
 
 async def test_a_drain_lets_items_be_opened_again() -> None:
@@ -443,7 +443,7 @@ async def test_five_hundred_requests_leave_nothing_behind(seed: int) -> None:
     assert engine.held == set()
     statistics = role.statistics()
     assert outputs(role)[0] == 0
-    assert statistics["media_admission"]["permits_in_use"] == statistics["media_admission"]["waiting"] == 0
+    assert statistics["media_admission"]["shares_in_use"] == statistics["media_admission"]["waiting"] == 0
     assert role._live.preparing == 0
     assert role._live._by_serial == {}
     await role.drain(60)  # and there is nothing to be waited for

@@ -147,7 +147,12 @@ async def test_the_same_as_one_engine(pair: Pair, pictures: int) -> None:
         # what the decode engine had was not moved again
         blocks = pair.prefill.statistics()["scheduler"]["exported_sessions"] * 8
         assert 0 < pair.decode.statistics()["scheduler"]["imported_blocks"] < blocks
-    assert pair.decode.statistics()["intake"] == {"image_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
+    assert pair.decode.statistics()["intake"] == {
+        "image_loads": 0,
+        "clip_loads": 0,
+        "preprocess_calls": 0,
+        "tokenisations": 0,
+    }
 
 
 async def test_drawn_seeds_travel(pair: Pair) -> None:
@@ -206,7 +211,12 @@ async def test_the_prompt_in_each_form_that_clients_send(pair: Pair, form: str) 
     elif form == "folded":
         rest = replace(rest, media=())
     same(await ask_all(pair.decode, rest), whole)
-    assert pair.decode.statistics()["intake"] == {"image_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
+    assert pair.decode.statistics()["intake"] == {
+        "image_loads": 0,
+        "clip_loads": 0,
+        "preprocess_calls": 0,
+        "tokenisations": 0,
+    }
 
 
 async def test_without_the_plan_the_media_are_prepared_again(pair: Pair) -> None:
@@ -214,7 +224,12 @@ async def test_without_the_plan_the_media_are_prepared_again(pair: Pair) -> None
     begun = await begin(pair.prefill, asked)
     bare = replace(begun.session, plan=None)
     same(await ask_all(pair.decode, replace(asked, session=bare)), await ask_all(pair.whole, asked))
-    assert pair.decode.statistics()["intake"] == {"image_loads": 2, "preprocess_calls": 2, "tokenisations": 1}
+    assert pair.decode.statistics()["intake"] == {
+        "image_loads": 2,
+        "clip_loads": 0,
+        "preprocess_calls": 2,
+        "tokenisations": 1,
+    }
 
 
 async def test_a_session_is_for_one(pair: Pair) -> None:

@@ -248,7 +248,12 @@ async def check_storm(total: int, concurrency: int, seed: int) -> Counter[str]:
         counts = pair.prefill.statistics()["kv_sessions"]
         assert counts["granted"] == counts["taken"] + counts["expired"] + counts["withdrawn"]
         assert min(counts["taken"], counts["expired"], counts["withdrawn"]) > 0
-        assert pair.decode.statistics()["intake"] == {"image_loads": 0, "preprocess_calls": 0, "tokenisations": 0}
+        assert pair.decode.statistics()["intake"] == {
+            "image_loads": 0,
+            "clip_loads": 0,
+            "preprocess_calls": 0,
+            "tokenisations": 0,
+        }
         # the ledgers were compared whenever an engine fell idle: one that contradicts itself is not healthy
         assert await healthy(pair.prefill)
         assert await healthy(pair.decode)

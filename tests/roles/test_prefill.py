@@ -143,7 +143,7 @@ async def test_a_picture_is_prepared_here_and_its_layout_travels() -> None:
     (ready,) = await rest(answer)
     assert len(engine.submitted[0][0].inputs) == len(ready.session.plan.items) == 1
     assert ready.session.plan.fingerprint == frontend().processor.fingerprint
-    assert role.statistics()["intake"] == {"image_loads": 1, "preprocess_calls": 1, "tokenisations": 1}
+    assert role.statistics()["intake"] == {"image_loads": 1, "clip_loads": 0, "preprocess_calls": 1, "tokenisations": 1}
     await answer.aclose()
 
 

@@ -219,7 +219,7 @@ async def test_a_guide_that_cannot_be_compiled_is_refused_and_nothing_is_held() 
     role = fake_role(engine, compiler=compiler)
     with pytest.raises(InvalidRequest, match="no"):
         await role.accept(with_picture(guide=JSON))
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
     await role.accept(request())
 
 
@@ -234,7 +234,7 @@ async def test_who_leaves_while_compiling_leaves_nothing_behind() -> None:
     compiler.go.set()
     await turns()
     assert role.load().queued_requests == 0
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
     await role.accept(request())
     await role.drain(0)
 
@@ -249,7 +249,7 @@ async def test_an_engine_that_closes_while_a_guide_is_compiled() -> None:
     compiler.go.set()
     with pytest.raises(Draining):
         await late
-    assert role.statistics()["media_admission"]["permits_in_use"] == 0
+    assert role.statistics()["media_admission"]["shares_in_use"] == 0
     await draining
 
 

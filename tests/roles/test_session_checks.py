@@ -87,7 +87,7 @@ LONG = tuple(PLAN.token_ids.tolist())
 @pytest.mark.parametrize("items", [(), media(RED, BLUE)])
 @pytest.mark.parametrize("prompt", ["anything at all", SHORT, LONG])
 def test_the_same_prompt_in_each_of_its_forms(prompt: str | tuple[int, ...], items: tuple[MediaItem, ...]) -> None:
-    check_prompt(request(prompt, items), PLAN)
+    check_prompt(request(prompt, items), PLAN, frontend().processor)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_the_same_prompt_in_each_of_its_forms(prompt: str | tuple[int, ...], ite
 )
 def test_another_prompt(prompt: tuple[int, ...], match: str) -> None:
     with pytest.raises(InvalidRequest, match=match):
-        check_prompt(request(prompt), PLAN)
+        check_prompt(request(prompt), PLAN, frontend().processor)
 
 
 @pytest.mark.parametrize("items", [media(RED), media(RED, BLUE, RED)])
 def test_another_number_of_media(items: tuple[MediaItem, ...]) -> None:
     with pytest.raises(PlaceholderMismatch):
-        check_prompt(request(SHORT, items), PLAN)
+        check_prompt(request(SHORT, items), PLAN, frontend().processor)
 
 
 def test_a_text_prompt_has_one_form() -> None:
     plan = plan_of()
-    check_prompt(request(folded()), plan)
+    check_prompt(request(folded()), plan, frontend().processor)
     with pytest.raises(InvalidRequest, match=r"has 3 tokens, the session's plan \d+$"):
-        check_prompt(request((1, 2, 3)), plan)
+        check_prompt(request((1, 2, 3)), plan, frontend().processor)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=6), st.integers(1, 3))
@@ -132,13 +132,13 @@ def test_folding_undoes_the_expansion(layout: list[tuple[int, int]], tail: int) 
         long += [*words, *[3] * rows]
     end = list(range(100 + len(short), 100 + len(short) + tail))
     plan = PromptPlan(np.array(long + end, np.int32), tuple(items), PositionRule.LINEAR, 1, bytes(32))
-    check_prompt(request(tuple(short + end)), plan)
-    check_prompt(request(tuple(long + end)), plan)
+    check_prompt(request(tuple(short + end)), plan, frontend().processor)
+    check_prompt(request(tuple(long + end)), plan, frontend().processor)
     with pytest.raises(InvalidRequest):
-        check_prompt(request((*short, *end[:-1], 99)), plan)
+        check_prompt(request((*short, *end[:-1], 99)), plan, frontend().processor)
 
 
 def test_an_item_of_several_runs_folds_into_one_marker() -> None:
     ids = np.array([7, 3, 3, 8, 3, 3, 9], np.int32)
     plan = PromptPlan(ids, (item(1, (1, 2), (4, 2)),), PositionRule.LINEAR, 1, bytes(32))
-    check_prompt(request((7, 3, 9)), plan)
+    check_prompt(request((7, 3, 9)), plan, frontend().processor)

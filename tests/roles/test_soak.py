@@ -138,7 +138,7 @@ async def check_storm(total: int, concurrency: int, seed: int, **limits: int) ->
         assert role.load().used_blocks == 0
         statistics = role.statistics()
         assert statistics["encoder_cache"]["held_bytes"] == 0
-        assert statistics["media_admission"]["permits_in_use"] == 0
+        assert statistics["media_admission"]["shares_in_use"] == 0
         await assert_no_contradiction(role)
 
 

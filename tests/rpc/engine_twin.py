@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from triptych.core.errors import Draining, ModelNotFound
 from triptych.core.events import EosToken, Event, Failed, Finished, FinishReason, Span, Tokens, Usage
 from triptych.wire.gen import generation_pb2, lifecycle_pb2, model_pb2, server_pb2
+from triptych.wire.modality import VIDEO_MARKER
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -40,6 +41,8 @@ class EngineTwin:
         self.max_context = 256
         self.modalities = [generation_pb2.MODALITY_IMAGE]
         self.image_token_id: int | None = None
+        self.video_token_id: int | None = None
+        self.sources = [generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI, generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES]
         self.role = server_pb2.ENGINE_ROLE_AGGREGATED
         self.instance_id = "one"
         self.state = lifecycle_pb2.HEALTH_STATE_READY
@@ -105,16 +108,21 @@ class EngineTwin:
         self._answer_if_up()
         if model != self.name:
             raise ModelNotFound(model)
-        return model_pb2.ModelInfo(
+        info = model_pb2.ModelInfo(
             model_id=f"models/{self.name}",
             served_model_name=self.name,
             served_model_aliases=[f"{self.name}-alias"],
             max_context_length=self.max_context,
             tokenizer=model_pb2.TokenizerInfo(source=str(self.directory)),
             multimodal_capabilities=model_pb2.MultimodalCapabilities(
-                aggregate_modalities=self.modalities, routing_image_token_id=self.image_token_id
+                aggregate_modalities=self.modalities,
+                source_types=self.sources,
+                routing_image_token_id=self.image_token_id,
             ),
         )
+        if self.video_token_id is not None:
+            info.extra.update({VIDEO_MARKER: self.video_token_id})
+        return info
 
     async def health(self) -> lifecycle_pb2.HealthResponse:
         """As its fields say."""

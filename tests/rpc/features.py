@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import uuid
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import pytest
 
 from tests.adapters import make_adapter
+from tests.corpus.clips import Recipe, encoded
 from tests.drawings import data_uri, shape_png
 from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.gen import encoder_pb2, error_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, server_pb2
@@ -23,6 +25,9 @@ REFUSED = grpc.StatusCode.UNIMPLEMENTED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SECONDS = 60.0
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+PNG = shape_png("circle", "red")
+FILES = {"a.png": PNG, "a.mp4": encoded(Recipe(codec="mpeg4", fps=Fraction(10)))}
 
 
 class Engine(NamedTuple):
@@ -36,6 +41,8 @@ class Engine(NamedTuple):
     scratch: Path
     peer: Any = None
     """Inference of another engine of a pair: what one makes the other takes."""
+    web: str = ""
+    """Where ``FILES`` can be fetched."""
 
     async def generate(self, *, metadata: Any = (), **fields: Any) -> list[g.GenerateResponse]:
         """The events of one greedy request of four tokens, with whatever the feature changes."""
@@ -49,9 +56,24 @@ class Engine(NamedTuple):
 
     async def simplest(self, *, metadata: Any = (), **fields: Any) -> list[g.GenerateResponse]:
         """The events of a request for the least that the engine does."""
-        if self.server.engine_role == server_pb2.ENGINE_ROLE_ENCODER:
+        if self.encodes:
             return [await self.encode(self.inference, metadata=metadata, **fields)]
         return await self.generate(metadata=metadata, **fields)
+
+    async def rows(self, modality: int, *, options: dict[str, Any] | None = None, **source: Any) -> int:
+        """How many rows one item has; what is wrong with it is an error, before or after acceptance."""
+        prompt = {g.MODALITY_IMAGE: PICTURE, g.MODALITY_VIDEO: VIDEO}.get(modality, "what?")
+        asked = g.GenerateRequest()
+        asked.media_options.update(options or {})
+        fields = {
+            "prompt": prompt,
+            "media": [g.MediaItem(modality=g.Modality.ValueType(modality), **source)],
+            "media_options": asked.media_options,
+        }
+        (*_, last) = await self.simplest(**fields)
+        if last.WhichOneof("event") == "encoder_ready":
+            return ReferenceCodec().decode(last.encoder_ready.encoder_cache[0]).item.layout.rows
+        return last.usage.prompt_tokens - 2  # with what a video has between its rows
 
     async def encode(self, inference: Any, *, metadata: Any = (), **fields: Any) -> g.GenerateResponse:
         """What an encoder engine, this one or its peer, makes of one picture."""
@@ -62,6 +84,10 @@ class Engine(NamedTuple):
         assert event.WhichOneof("event") == "encoder_ready", event
         assert not event.HasField("usage")
         return event
+
+    @property
+    def encodes(self) -> bool:
+        return self.server.engine_role == server_pb2.ENGINE_ROLE_ENCODER
 
     @property
     def prefills(self) -> bool:
@@ -276,27 +302,47 @@ async def use_of_an_adapter(engine: Engine) -> None:
 
 def picture(**source: Any) -> Callable[[Engine], Awaitable[None]]:
     async def use(engine: Engine) -> None:
-        item = g.MediaItem(modality=g.MODALITY_IMAGE, **source)
-        events = await engine.simplest(prompt=f"{PICTURE}what colour?", media=[item])
-        if events[-1].WhichOneof("event") == "finished":
-            assert events[-1].usage.prompt_tokens > 16
+        assert await engine.rows(g.MODALITY_IMAGE, **source) == 16
 
     return use
 
 
-def other_modality(modality: int) -> Callable[[Engine], Awaitable[None]]:
+def by_url(modality: int, name: str) -> Callable[[Engine], Awaitable[None]]:
     async def use(engine: Engine) -> None:
-        item = g.MediaItem(modality=g.Modality.ValueType(modality), raw_bytes=b"frames")
-        await engine.generate(prompt=f"{PICTURE}what happens?", media=[item])
+        rows = await engine.rows(modality, url=f"{engine.web}/{name}")
+        assert rows == await engine.rows(modality, raw_bytes=FILES[name])
+        item = g.MediaItem(modality=g.Modality.ValueType(modality), url=f"{engine.web}/none")
+        prompt = VIDEO if modality == g.MODALITY_VIDEO else PICTURE
+        encoder = encoder_pb2.EncoderOptions() if engine.encodes else None
+        call = engine.inference.Generate(engine.asked(prompt=prompt, media=[item], encoder=encoder), timeout=SECONDS)
+        (failed,) = [event async for event in call]
+        assert failed.error.code == error_pb2.ERROR_CODE_INVALID_ARGUMENT
+        assert failed.error.message.startswith("media item 0: fetch: ")
+        assert "404" in failed.error.message
 
     return use
+
+
+async def video(engine: Engine) -> None:
+    whole = await engine.rows(g.MODALITY_VIDEO, raw_bytes=FILES["a.mp4"])
+    two = await engine.rows(g.MODALITY_VIDEO, raw_bytes=FILES["a.mp4"], options={"video": {"num_frames": 2}})
+    assert 0 < two < whole
+    # What stands for one in a prompt of token ids.
+    marker = int(engine.model.extra.fields["video_token_id"].number_value)
+    item = g.MediaItem(modality=g.MODALITY_VIDEO, raw_bytes=FILES["a.mp4"])
+    await engine.simplest(prompt=None, token_ids=g.TokenIds(ids=[marker]), media=[item])
+
+
+async def sound(engine: Engine) -> None:
+    await engine.rows(g.MODALITY_AUDIO, raw_bytes=b"RIFF")
 
 
 async def media_options(engine: Engine) -> None:
-    request: dict[str, Any] = {"prompt": "hello"}
-    message = g.GenerateRequest()
-    message.media_options.update({"image": {"max_pixels": 4096}})
-    await engine.generate(**request, media_options=message.media_options)
+    options = {"image": {"min_pixels": 1024, "max_pixels": 4096}}
+    assert await engine.rows(g.MODALITY_IMAGE, raw_bytes=PNG, options=options) == 4
+    assert await engine.rows(g.MODALITY_IMAGE, raw_bytes=PNG, options={"image": {}}) == 16
+    for wrong in ({"image": {"max_pixel": 1}}, {"image": {"max_item_bytes": 1}}, {"video": {"fps": 0}}, {"x": {}}):
+        await refused(INVALID, engine.rows(g.MODALITY_IMAGE, raw_bytes=PNG, options=wrong))
 
 
 async def new_session(engine: Engine, inference: Any) -> kv_pb2.KvSessionRef:
@@ -501,18 +547,21 @@ def guide_features() -> dict[str, Feature]:
 
 
 def takes(modality: int) -> Callable[[Engine], bool]:
+    """Whether an engine opens such media."""
+
     def offered(engine: Engine) -> bool:
-        said = engine.model.multimodal_capabilities
-        return modality in (*said.aggregate_modalities, *said.prefill_decode_modalities)
+        said, encoder = engine.model.multimodal_capabilities, engine.model.encoder
+        encoded = encoder.modalities if encoder.producer else ()
+        known = modality in (*said.aggregate_modalities, *said.prefill_decode_modalities, *encoded)
+        return known and bool(said.source_types)
 
     return offered
 
 
-def takes_from(source: int) -> Callable[[Engine], bool]:
-    return lambda engine: source in engine.model.multimodal_capabilities.source_types
+def takes_from(modality: int, source: int) -> Callable[[Engine], bool]:
+    return lambda e: takes(modality)(e) and source in e.model.multimodal_capabilities.source_types
 
 
-PNG = shape_png("circle", "red")
 IMAGES = (
     "ModelInfo.supports_multimodal",
     "ModelInfo.multimodal_capabilities",
@@ -568,11 +617,20 @@ FEATURES: dict[str, Feature] = {
         lambda e: e.model.supports_lora,
         use_of_an_adapter,
     ),
-    "image by data URI": Feature(IMAGES, takes_from(g.MEDIA_SOURCE_TYPE_DATA_URI), picture(data_uri=data_uri(PNG))),
-    "image by bytes": Feature(IMAGES, takes_from(g.MEDIA_SOURCE_TYPE_RAW_BYTES), picture(raw_bytes=PNG)),
-    "image by URL": Feature(IMAGES, takes_from(g.MEDIA_SOURCE_TYPE_URL), picture(url="http://127.0.0.1:9/a.png")),
-    "video": Feature(IMAGES, takes(g.MODALITY_VIDEO), other_modality(g.MODALITY_VIDEO)),
-    "audio": Feature(IMAGES, takes(g.MODALITY_AUDIO), other_modality(g.MODALITY_AUDIO)),
+    "image by data URI": Feature(
+        IMAGES, takes_from(g.MODALITY_IMAGE, g.MEDIA_SOURCE_TYPE_DATA_URI), picture(data_uri=data_uri(PNG))
+    ),
+    "image by bytes": Feature(
+        IMAGES, takes_from(g.MODALITY_IMAGE, g.MEDIA_SOURCE_TYPE_RAW_BYTES), picture(raw_bytes=PNG)
+    ),
+    "image by URL": Feature(
+        IMAGES, takes_from(g.MODALITY_IMAGE, g.MEDIA_SOURCE_TYPE_URL), by_url(g.MODALITY_IMAGE, "a.png")
+    ),
+    "video": Feature((*IMAGES, "ModelInfo.extra"), takes(g.MODALITY_VIDEO), video),
+    "video by URL": Feature(
+        IMAGES, takes_from(g.MODALITY_VIDEO, g.MEDIA_SOURCE_TYPE_URL), by_url(g.MODALITY_VIDEO, "a.mp4")
+    ),
+    "audio": Feature(IMAGES, takes(g.MODALITY_AUDIO), sound),
     "media options": Feature(
         ("MultimodalCapabilities.supports_per_request_media_options",),
         lambda e: e.model.multimodal_capabilities.supports_per_request_media_options,

@@ -9,7 +9,7 @@ from tests.rpc.engine_twin import SPANS, EngineTwin
 from triptych.core.encoded import SealedReference
 from triptych.core.errors import ReferenceNotFound
 from triptych.core.events import EncoderReady, Failed, PrefillReady, Span, Usage
-from triptych.core.media import DataUri
+from triptych.core.media import DataUri, Modality, Url
 from triptych.core.session import SealedSession
 from triptych.wire.gen import generation_pb2, model_pb2, server_pb2
 
@@ -119,7 +119,8 @@ class Encoder(Failing):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         assert request.encode is not None
-        assert request.prompt == (MARKER,) * len(request.media)
+        markers = {Modality.IMAGE: MARKER, Modality.VIDEO: self.video_token_id}
+        assert request.prompt == tuple(markers[item.modality] for item in request.media)
         names = [f"{self.address}/{len(self.requests)}/{index}" for index in range(len(request.media))]
         references = tuple(SealedReference(name, name.encode()) for name in names)
         ready = EncoderReady(request.request_id, self.sends(references), ENCODE_SPANS)
@@ -146,7 +147,7 @@ class Encoder(Failing):
 
     @property
     def items(self) -> list[str]:
-        """The pictures it was asked to encode, by their URIs."""
+        """The media it was asked to encode, by their URIs or URLs."""
         return [uri for request in self.requests for uri in _uris(request)]
 
 
@@ -240,4 +241,5 @@ def _names(request: GenerateRequest) -> list[str]:
 
 
 def _uris(request: GenerateRequest) -> list[str]:
-    return [item.source.uri for item in request.media if isinstance(item.source, DataUri)]
+    sources = [item.source for item in request.media if isinstance(item.source, Url | DataUri)]
+    return [source.url if isinstance(source, Url) else source.uri for source in sources]

@@ -152,6 +152,10 @@ def _media(rng: random.Random, target: Target, message: pb.GenerateRequest) -> N
     if target.picture:
         message.prompt = target.picture + "what is it?"
         message.media.add(modality=pb.MODALITY_IMAGE, raw_bytes=target.png, mime_type="image/png")
+        if rng.random() < 0.5:
+            message.media_options.update(
+                {"image": {"max_pixels": 16384, "background": [0, 9, 255]}, "video": {"fps": 2}}
+            )
 
 
 def _extra(rng: random.Random, target: Target, message: pb.GenerateRequest) -> None:

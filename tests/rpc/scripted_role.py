@@ -110,6 +110,7 @@ class ScriptedRole:
     script: Callable[[GenerateRequest], Iterable[Step]] = answer
     refusal: BaseException | None = None
     modalities: tuple[Modality, ...] = (Modality.IMAGE,)
+    video_token_id: int | None = None
     checks: tuple[HealthCheck, ...] = (HealthCheck("scheduler", HealthState.READY),)
     requests: list[GenerateRequest] = field(default_factory=list)
     answers: list[ScriptedAnswer] = field(default_factory=list)
@@ -144,6 +145,7 @@ class ScriptedRole:
             context_limit="the model's own window",
             modalities=self.modalities,
             image_token_id=42 if self.modalities else None,
+            video_token_id=self.video_token_id,
         )
 
     @property

@@ -14,9 +14,10 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from tests.checkpoints import write_checkpoint
-from tests.rpc.features import FEATURES, INVALID, SAID_ONLY, SECONDS, Engine, refused
-from tests.rpc.real_engines import Build, listen
+from tests.rpc.features import FEATURES, FILES, INVALID, SAID_ONLY, SECONDS, Engine, refused
+from tests.rpc.real_engines import Build, host, listen
 from triptych.cli.flags import model_directory
+from triptych.cli.media import MediaFlags
 from triptych.cli.options import EngineOptions
 from triptych.core.config import MIB
 from triptych.roles.contract import RoleName
@@ -31,16 +32,19 @@ ENCODER = server_pb2.ENGINE_ROLE_ENCODER
 SMALL: dict[str, Any] = {"kv_cache_bytes": 8 * MIB, "max_batched_tokens": 256}
 ENGINES: dict[str, dict[str, Any]] = {
     "everything": {"max_running_requests": 8},
+    "videos": {"max_running_requests": 8},
     "little": {"max_running_requests": 1, "max_loras": 0, "kv_events": False},
     "prefill": {"max_running_requests": 8, "max_loras": 0},
     "decode": {"max_running_requests": 8, "max_loras": 0},
     "encoder": {},
     "consumer": {"max_running_requests": 8, "max_loras": 0},
 }
-OWN = {"everything": RoleName.AGGREGATED, "little": RoleName.AGGREGATED, "consumer": RoleName.AGGREGATED}
+OWN = dict.fromkeys(("everything", "videos", "little", "consumer"), RoleName.AGGREGATED)
 """The role of an engine that is not named for it."""
 PEERS = {"prefill": RoleName.DECODE, "decode": RoleName.PREFILL, "consumer": RoleName.ENCODER}
 """The role of the engine beside it."""
+NO_URLS = {"prefill"}
+READS_VIDEOS = {"videos", "encoder", "consumer"}
 
 
 @pytest.fixture(params=ENGINES)
@@ -56,9 +60,13 @@ async def serve(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, clean
     if kind == "little":  # text only, and no grammar library
         model = str(write_checkpoint("qwen3", scratch / "model"))
         monkeypatch.setattr("triptych.cli.assemble.guided_available", lambda: False)
+    elif kind in READS_VIDEOS:
+        model = str(write_checkpoint("vl-deepstack", scratch / "model", videos=True))
+    port = await host(FILES, cleanup)
+    media = MediaFlags(fetch_hosts=() if kind in NO_URLS else None, fetch_ports=(port,), fetch_private_networks=True)
     options, exchange = EngineOptions(**SMALL, **ENGINES[kind]), MemoryExchange()
     own = OWN.get(kind) or RoleName(kind)
-    build = Build(model, options, exchange, requires_rows=kind == "consumer")
+    build = Build(model, options, exchange, requires_rows=kind == "consumer", media=media)
     channel = await listen(own, build, cleanup)
     peer = await listen(PEERS[kind], build, cleanup) if kind in PEERS else None
     control = openengine_pb2_grpc.ControlStub(channel)
@@ -68,7 +76,9 @@ async def serve(kind: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, clean
     )
     inference = openengine_pb2_grpc.InferenceStub(channel)
     beside = None if peer is None else openengine_pb2_grpc.InferenceStub(peer)
-    return Engine(inference, control, described, info, model_directory(model), scratch, beside)
+    return Engine(
+        inference, control, described, info, model_directory(model), scratch, beside, f"http://127.0.0.1:{port}"
+    )
 
 
 async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) -> None:
@@ -95,6 +105,10 @@ async def test_what_is_advertised_works_and_the_rest_is_refused(served: Engine) 
     assert ("encoder output" in offered) == ("abort of an output" in offered) == (role == ENCODER)
     assert ("encoder input" in offered) == served.model.encoder.requires_handoff
     assert ("text" in offered) == ("several outputs" in offered) == (role != ENCODER)
+    opens = (served.peer is None and served.model.supports_multimodal) or served.prefills
+    assert ("image by bytes" in offered) == ("image by data URI" in offered) == ("media options" in offered) == opens
+    assert ("video" in offered) == (opens and "video_token_id" in served.model.extra.fields)
+    assert offered.isdisjoint({"image by URL", "video by URL"}) == (served.prefills or not opens)
     if alone:
         assert ("image by bytes" in offered) == ("lora" in offered) == ("guided REGEX" in offered)
 

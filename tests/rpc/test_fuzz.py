@@ -125,7 +125,7 @@ async def test_nothing_a_client_sends_is_answered_wrongly_or_held(seed: int, cou
     assert load.waiting_tokens == 0
     assert ledgers["kv_blocks"]["held"] == 0
     assert ledgers["encoder_cache"]["held_bytes"] == 0
-    assert ledgers["media_admission"]["permits_in_use"] == ledgers["media_admission"]["waiting"] == 0
+    assert ledgers["media_admission"]["shares_in_use"] == ledgers["media_admission"]["waiting"] == 0
     print(dict(outcomes))
     for ending in ("Generate finished", "Generate INVALID_ARGUMENT", "Generate UNIMPLEMENTED", "Abort OK"):
         assert outcomes[ending] > count / 100, outcomes

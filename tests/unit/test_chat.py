@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import triptych
-from tests.chat_files import ADDED_TEXT, SPECIAL, TEMPLATE, write_chat_files
+from tests.chat_files import ADDED_TEXT, EVERY_KIND, SPECIAL, TEMPLATE, write_chat_files
 from triptych.core.errors import CheckpointError, InvalidRequest, PromptTooLong
 from triptych.core.media import DataUri, MediaItem, Modality
 from triptych.text.chat import ChatMessage, ChatTemplate
@@ -78,7 +78,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 def as_transformers(message: ChatMessage) -> dict[str, object]:
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
-    parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in message.content]
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.modality.value} for p in message.content]
     return {"role": message.role, "content": parts}
 
 
@@ -106,7 +106,7 @@ def test_benign_conversations_give_the_ids_of_transformers(template, reference, 
 
 def test_the_shipped_model_gives_the_ids_of_transformers() -> None:
     directory = Path(triptych.__file__).parent / "demo_model"
-    template = ChatTemplate.load(directory, Tokenizer.load(directory, required=("<|image_pad|>", "<|im_end|>")))
+    template = ChatTemplate.load(directory, Tokenizer.load(directory))
     messages = [
         ChatMessage("user", (PICTURE, "what colour is the circle?")),
         ChatMessage("assistant", "red"),
@@ -152,6 +152,21 @@ def test_tokens_cannot_be_put_together_from_neighbouring_parts(template: ChatTem
 def test_media_come_in_the_order_of_their_placeholders(template: ChatTemplate) -> None:
     messages = [ChatMessage("user", ("first", PICTURE, "second", OTHER)), ChatMessage("user", (PICTURE,))]
     assert template.render(messages, max_tokens=PLENTY).media == (PICTURE, OTHER, PICTURE)
+
+
+def test_videos_and_pictures_are_rendered_as_transformers_renders_them(tmp_path: Path) -> None:
+    directory = write_chat_files(tmp_path, EVERY_KIND)
+    template = ChatTemplate.load(directory, Tokenizer.load(directory))
+    clip = MediaItem(Modality.VIDEO, DataUri("data:video/mp4;base64,AAAA"))
+    sound = MediaItem(Modality.AUDIO, DataUri("data:audio/wav;base64,AAAA"))
+    messages = [
+        ChatMessage("user", (clip, "what happens?", PICTURE, clip)),
+        ChatMessage("assistant", "it turns"),
+        ChatMessage("user", (PICTURE, sound, "and here?")),
+    ]
+    rendered = template.render(messages, max_tokens=PLENTY)
+    assert list(rendered.token_ids) == reference_ids(directory, messages, add_generation_prompt=True)
+    assert rendered.media == (clip, PICTURE, clip, PICTURE, sound)
 
 
 def test_a_template_for_strings_joins_text_parts_and_refuses_pictures(string_directory: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.cli.flags import MAX_ENGINES, ROLES_BY_LETTER, split_topology
+from triptych.cli.media import MediaFlags
 from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
 from triptych.cli.serve import EngineFlags
 from triptych.cli.transports import SharedDir, check_flags, row_transport_of, transport_of
@@ -93,7 +94,7 @@ def test_a_topology_has_what_it_takes_to_answer_and_nothing_else(parts: list[tup
 
 def words(topology: Sequence[str], role: str, **encoder: Any) -> list[str]:
     handoff = HandoffOptions(kv_transport="nixl", kv_directory=Path("/k"), handoff_secret="s" * 16)
-    given_flags = EngineFlags(EngineOptions(), handoff, EncoderOptions(**encoder))
+    given_flags = EngineFlags(EngineOptions(), MediaFlags(max_items=3), handoff, EncoderOptions(**encoder))
     return given_flags.words(role, tuple(topology))
 
 
@@ -112,6 +113,8 @@ def test_each_engine_gets_the_flags_of_its_role() -> None:
     assert not [flag for flag in decode if "encoder" in flag and flag != "--encoder-cache-bytes"]
     assert "--requires-handoff" not in decode
     assert not [word for flags in (encoder, prefill, decode) for word in flags if "s" * 16 in word]
+    for flags in (encoder, prefill, decode):
+        assert flags[flags.index("--max-items") + 1] == "3"
 
 
 def test_beside_an_encoder_nobody_else_has_a_tower() -> None:

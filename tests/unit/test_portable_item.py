@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.references import layouts, steps
+from tests.references import layouts, steps, timed
 from tests.sessions import picture, video
 from triptych.core.errors import IntegrityError, InvalidRequest
 from triptych.core.layout import Grid, ItemLayout, Run
@@ -17,6 +18,7 @@ from triptych.core.media import Modality
 from triptych.wire.portable_item import (
     MAX_ITEM_FRAMING,
     MAX_ITEM_RUNS,
+    MAX_ITEM_TIMES,
     PortableItem,
     decode_item,
     encode_item,
@@ -49,8 +51,8 @@ def test_a_picture_is_small() -> None:
     assert len(encode_item(PICTURE)) < 100
 
 
-HEAD = struct.Struct("<BB3IIII32s32s")
-FIELDS = ("version", "modality", "t", "h", "w", "encoder_tokens", "runs", "framing", "key", "fingerprint")
+HEAD = struct.Struct("<BBB3IIII32s32s")
+FIELDS = ("version", "modality", "timed", "t", "h", "w", "encoder_tokens", "runs", "framing", "key", "fingerprint")
 
 
 def forged(item: PortableItem = PICTURE, body: bytes | None = None, **changes: int) -> bytes:
@@ -64,17 +66,22 @@ def numbers(*values: int) -> bytes:
     return struct.pack(f"<{len(values)}I", *values)
 
 
+def seconds(*times: float) -> bytes:
+    return struct.pack(f"<{len(times)}d", *times)
+
+
 CLIP = PortableItem(video(0, 3, 1, 2), PRINT)
+TIMED = PortableItem(timed(), PRINT)
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
         (b"", "it is empty"),
-        (forged(version=0), "its version is 0; 1 is known here"),
-        (forged(version=2), "its version is 2; 1 is known here"),
-        (b"\x02", "its version is 2"),
-        (b"\x01", "it is cut short"),
+        (forged(version=0), "its version is 0; 2 is known here"),
+        (forged(version=1), "its version is 1; 2 is known here"),
+        (b"\x01", "its version is 1"),
+        (b"\x02", "it is cut short"),
         (forged(modality=0), "its modality is number 0"),
         (forged(modality=255), "its modality is number 255"),
         (forged(t=0), r"its t must be in \[1, 2\^31\), not 0"),
@@ -97,6 +104,15 @@ CLIP = PortableItem(video(0, 3, 1, 2), PRINT)
         (forged(body=numbers(0, 9, 3, 2), framing=2), "its framing positions must ascend"),
         (forged(CLIP, body=numbers(0, 2, 3, 2, 3, 2, 3), framing=1), "lie inside its runs"),
         (forged(body=numbers(0, 2, 0, 1), framing=2), "leave it a row"),
+        (forged(timed=1), r"it has \d+ bytes, and its counts say \d+"),
+        (forged(TIMED, timed=0), r"it has \d+ bytes, and its counts say \d+"),
+        (forged(TIMED, timed=2), "whether it has times is said by 2, which is neither 0 nor 1"),
+        (forged(TIMED, t=2**31 - 1), "it has 2147483647 times; at most 4096"),
+        (forged(TIMED, t=4), r"it has \d+ bytes, and its counts say \d+"),
+        (forged(TIMED, body=numbers(0, 6) + seconds(0.5, -1.0, 2.0)), "its times must be from 0 to 10000000 seconds"),
+        (forged(TIMED, body=numbers(0, 6) + seconds(0.5, 1.0, 1e300)), "its times must be from 0 to 10000000 seconds"),
+        (forged(TIMED, body=numbers(0, 6) + seconds(0.5, 1.0, math.nan)), "its times must be from 0 to"),
+        (forged(TIMED, body=numbers(0, 6) + seconds(0.5, 1.0, math.inf)), "its times must be from 0 to"),
     ],
 )
 def test_what_is_wrong_is_said(data: bytes, why: str) -> None:
@@ -105,7 +121,7 @@ def test_what_is_wrong_is_said(data: bytes, why: str) -> None:
     assert len(str(caught.value)) < 120
 
 
-@pytest.mark.parametrize("item", [PICTURE, CLIP])
+@pytest.mark.parametrize("item", [PICTURE, CLIP, TIMED])
 def test_cut_short_or_longer_at_any_length(item: PortableItem) -> None:
     data = encode_item(item)
     for size in range(len(data)):
@@ -118,7 +134,10 @@ def test_cut_short_or_longer_at_any_length(item: PortableItem) -> None:
 def test_what_is_read_is_written_and_no_more() -> None:
     largest = steps(MAX_ITEM_RUNS, tuple(3 * step for step in range(MAX_ITEM_FRAMING)))
     assert decode_item(encode_item(PortableItem(largest, PRINT))).layout == largest
+    longest = timed(tuple(step / 3 for step in range(MAX_ITEM_TIMES)))
+    assert decode_item(encode_item(PortableItem(longest, PRINT))).layout == longest
     for layout, why in (
+        (timed((0.0,) * (MAX_ITEM_TIMES + 1)), "it has 4097 times"),
         (steps(MAX_ITEM_RUNS + 1), "it has 4097 runs"),
         (picture(0, 1024, 1025), "it reaches over 1049600 positions"),
         (_framed(MAX_ITEM_FRAMING + 1), "4097 framing positions"),
@@ -147,7 +166,7 @@ def outcome(data: bytes) -> Any:
 @settings(max_examples=300)
 @given(st.data())
 def test_any_bytes_have_an_outcome(data: st.DataObject) -> None:
-    changed = bytearray(encode_item(CLIP))
+    changed = bytearray(encode_item(data.draw(st.sampled_from([CLIP, TIMED]))))
     for _ in range(data.draw(st.integers(1, 5))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     read = outcome(bytes(changed))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.core.media import DataUri, MediaItem, Modality, Url
+from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import Sampling, Stopping
 from triptych.gateway.errors import BadRequest
 from triptych.gateway.schema import MAX_MESSAGES, MAX_PARTS, NEUTRAL, Body, ChatRequest, parse
@@ -17,14 +18,30 @@ from triptych.text.chat import ChatMessage
 DATA = "data:image/png;base64,AAAA"
 HELLO = [{"role": "user", "content": "hello"}]
 
-ALIKE = st.sampled_from([*Body.__struct_fields__, "role", "content", "type", "text", "image_url", "url", "detail", "x"])
+ALIKE = st.sampled_from(
+    [
+        *Body.__struct_fields__,
+        "role",
+        "content",
+        "type",
+        "text",
+        "image_url",
+        "video_url",
+        "input_audio",
+        "data",
+        "format",
+        "url",
+        "detail",
+        "x",
+    ]
+)
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**70), 2**70),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=8),
-    st.sampled_from(["user", "assistant", "text", "image_url", "hello", DATA]),
+    st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "input_audio", "wav", "hello", DATA]),
 )
 VALUES = st.recursive(
     LEAVES,
@@ -51,6 +68,12 @@ def refused(**fields: Any) -> BadRequest:
     return refusal(json.dumps({"model": "m", "messages": HELLO} | fields).encode())
 
 
+def audio(**changes: str) -> dict[str, Any]:
+    """A message with a sound."""
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"} | changes}
+    return {"messages": [{"role": "user", "content": [part]}]}
+
+
 def test_the_smallest_request() -> None:
     assert read() == ChatRequest(
         model="m",
@@ -58,6 +81,7 @@ def test_the_smallest_request() -> None:
         media_paths=(),
         sampling_given={},
         stopping=Stopping(),
+        media_options=OptionLayer(),
         stream=False,
         include_usage=False,
     )
@@ -75,6 +99,10 @@ def test_everything_at_once() -> None:
                     {"type": "text", "text": "what"},
                     {"type": "image_url", "image_url": {"url": DATA, "detail": "high"}},
                     {"type": "image_url", "image_url": {"url": "HTTPS://example.org/a.png"}},
+                    {"type": "video_url", "video_url": {"url": "http://example.org/a.mp4"}},
+                    {"type": "text", "text": "and"},
+                    {"type": "video_url", "video_url": {"url": "DATA:video/mp4;base64,AAAA"}},
+                    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "WAV"}},
                 ],
             },
         ],
@@ -97,6 +125,7 @@ def test_everything_at_once() -> None:
         logprobs=False,
         response_format={"type": "text"},
         tools=[],
+        media_options={"image": {"max_pixels": 4096}, "video": {"fps": 2}},
         user="u",
         metadata={"a": "b"},
     )
@@ -109,11 +138,17 @@ def test_everything_at_once() -> None:
                 "what",
                 MediaItem(Modality.IMAGE, DataUri(DATA)),
                 MediaItem(Modality.IMAGE, Url("HTTPS://example.org/a.png")),
+                MediaItem(Modality.VIDEO, Url("http://example.org/a.mp4")),
+                "and",
+                MediaItem(Modality.VIDEO, DataUri("DATA:video/mp4;base64,AAAA")),
+                MediaItem(Modality.AUDIO, DataUri("data:audio/wav;base64,AAAA")),
             ),
             "ann",
         ),
     )
-    assert asked.media_paths == ("messages[2].content[1]", "messages[2].content[2]")
+    assert asked.media_paths == tuple(f"messages[2].content[{at}]" for at in (1, 2, 3, 5, 6))
+    assert asked.media == tuple(part for part in asked.messages[2].content if isinstance(part, MediaItem))
+    assert asked.media_options == OptionLayer(PictureLayer(max_pixels=4096), ClipLayer(fps=2.0))
     assert asked.sampling(Sampling()) == Sampling(0.0, 0.5, 4, 0.1, 1.0, -1.0, 1.5, 2**64 - 1)
     assert asked.stopping == Stopping(7, 2, ("a", "b"), (3,), True)
     assert (asked.stream, asked.include_usage) == (True, True)
@@ -163,9 +198,9 @@ def test_minus_one_keeps_every_token() -> None:
             "Missing required",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
             "messages[0].content[0].type",
-            "'text' and 'image_url'",
+            "'text', 'image_url', 'video_url' and 'input_audio'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
@@ -177,6 +212,30 @@ def test_minus_one_keeps_every_token() -> None:
             "messages[0].content[0].image_url.url",
             "begins with data:",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "ftp://a/b"}}]}]},
+            "messages[0].content[0].video_url.url",
+            "a video's url begins with data:",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "u", "fps": 2}}]}]},
+            "messages[0].content[0].video_url.fps",
+            "Unrecognized",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}]},
+            "messages[0].content[0].input_audio.format",
+            "Missing required",
+        ),
+        (audio(format="wav;base64,AAAA"), "messages[0].content[0].input_audio.format", "a word such as 'wav'"),
+        (audio(format=""), "messages[0].content[0].input_audio.format", "a word such as 'wav'"),
+        (audio(data="Data:audio/wav;base64,AA"), "messages[0].content[0].input_audio.data", "not a data: URI"),
+        ({"media_options": []}, "media_options", "Expected `object | null`"),
+        ({"media_options": {"pictures": {}}}, "media_options.pictures", "it has image, video and audio"),
+        ({"media_options": {"image": None}}, "media_options.image", "must be an object, not null"),
+        ({"media_options": {"image": {"max_pixels": "4"}}}, "media_options.image.max_pixels", "a whole number"),
+        ({"media_options": {"image": {"max_pixels": 10**30}}}, "media_options.image.max_pixels", "a whole number"),
+        ({"media_options": {"video": {"decode_seconds": 9}}}, "media_options.video.decode_seconds", "the server's"),
         ({"messages": HELLO * (MAX_MESSAGES + 1)}, "messages", "at most"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}]},
@@ -237,6 +296,8 @@ def test_true_is_not_one() -> None:
         (b"null", "the body: Expected `object`"),
         (b"{}", "Missing required parameter: 'model'"),
         (b'{"tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"media_options": ' + b'{"image":' * 100_000 + b"1" + b"}" * 100_001, "nested too deeply"),
+        (b'{"media_options": {"image": {"max_pixels": 1e999}}}', "out of range"),
         (b'{"messages": ' + b"[" * 100_000, "Expected `object`|nested too deeply"),
         (b'{"temperature": 1e999}', "out of range"),
         (b'{"temperature": NaN}', "not JSON"),

@@ -156,11 +156,6 @@ def test_a_broken_tokenizer(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_missing_special_tokens_are_named(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"lacks the special tokens <\|a\|>, <\|b\|>$"):
-        Tokenizer.load(directory, required=("<|image_pad|>", "<|a|>", "<|b|>"))
-
-
 def test_broken_eos_settings_are_named(directory: Path, tmp_path: Path) -> None:
     write_chat_files(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from triptych.core.errors import StartupError, WrongState
+from triptych.core.errors import InvalidRequest, StartupError, WrongState
 from triptych.engine.encode_runner import EncodeRunner
 from triptych.engine.encode_scheduler import EncodeScheduler
 from triptych.engine.grammar import GrammarCompiler, guided_available
@@ -16,6 +17,9 @@ from triptych.engine.row_arena import ROW_LAYOUT, allocate_rows, count_row_block
 from triptych.engine.runner import Runner
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.transfers import Transfers
+from triptych.media.fetch import Fetcher as UrlFetcher
+from triptych.media.network import SystemNetwork
+from triptych.media.workers import process_pool
 from triptych.roles.adapters import Adapters
 from triptych.roles.aggregated import Aggregated
 from triptych.roles.contract import EngineDescription, RoleName
@@ -26,6 +30,7 @@ from triptych.roles.intake import Intake
 from triptych.roles.known_items import KnownItems
 from triptych.roles.leases import Leases
 from triptych.roles.live import LiveRequests
+from triptych.roles.media_intake import MediaIntake
 from triptych.roles.prefill import Prefill
 from triptych.roles.reference_checks import RowTerms
 from triptych.roles.row_intake import Landing, RowIntake
@@ -34,10 +39,11 @@ if TYPE_CHECKING:
     import torch
 
     from triptych.cli.loaded import LoadedModel, LoadedTower
+    from triptych.cli.media import MediaFlags
     from triptych.cli.transports import Transport
     from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.roles.desk import Service
-    from triptych.roles.intake import Frontend
+    from triptych.roles.frontend import Frontend
     from triptych.transport.contract import BlockMemory, Fetcher, Publisher, SessionEvent
 
 End = TypeVar("End", "Publisher", "Fetcher")
@@ -157,14 +163,16 @@ class _Parts:
         self.engine = Engine(scheduler, Runner(loaded.model, kv, config, transfers), check=check)
         if moves is not None and role is not RoleName.DECODE:
             self.leases = Leases(self.engine, moves.ttl)
-        self._description = _describe(loaded, instance_id, role, moves, rows)
+        media = None if rows is not None and rows.required else _media_intake(loaded.frontend, loaded.media)
+        fetches = media is not None and media.fetches
+        self._description = replace(_describe(loaded, instance_id, role, moves, rows), fetches=fetches)
         adapters = Adapters(
             lambda info: loaded.model.text.load_adapter(info, max_rank=options.max_lora_rank), options.max_loras
         )
         compiler = _grammar_compiler(loaded.frontend) if self._description.guided else None
         taken = None if rows is None else _row_intake(loaded, instance_id, rows)
         required = self._description.requires_rows
-        self.intake = Intake(loaded.frontend, adapters, compiler, taken, requires_rows=required)
+        self.intake = Intake(loaded.frontend, adapters, compiler, media, taken, requires_rows=required)
         self.live = LiveRequests(self.engine, loaded.frontend.tokenizer, self._description.max_num_sequences)
 
     def _transfers(self, moves: Moves, pool: BlockMemory, instance_id: str, role: RoleName) -> Transfers:
@@ -186,6 +194,24 @@ class _Parts:
     def desk(self, service: Service) -> Desk:
         """The role, its engine started."""
         return Desk(self._description, self.intake, self.engine, self.live, service, self.leases)
+
+
+def _media_intake(front: Frontend, flags: MediaFlags) -> MediaIntake | None:
+    """Where media are opened; None for a model that reads text only.
+
+    Raises:
+        StartupError: the certificates cannot be read, the proxy cannot be used, or options contradict the model's.
+    """
+    if not front.model.modalities:
+        return None
+    limits, settings = front.limits, flags.fetch()
+    fetcher = None
+    if settings.fetch_hosts != ():
+        fetcher = UrlFetcher(settings, limits, SystemNetwork(settings.fetch_at_once))
+    try:
+        return MediaIntake(front, process_pool(limits, flags.decode()), fetcher, flags.layer())
+    except InvalidRequest as error:
+        raise StartupError(f"--media-options: {error}") from error
 
 
 def _row_intake(loaded: LoadedModel, instance_id: str, rows: Rows) -> RowIntake:
@@ -224,6 +250,9 @@ def encoder(loaded: LoadedTower, instance_id: str, rows: Rows, *, check: bool = 
     )
     engine = EncodeEngine(scheduler, EncodeRunner(model, memory, publisher), check=check)
     leases = Leases(engine, rows.moves.ttl, publisher.state)
+    media = _media_intake(front, loaded.media)
+    if media is None:
+        raise StartupError(f"{front.model.served_name} reads text only, and has nothing to encode")
     description = EngineDescription(
         role=RoleName.ENCODER,
         instance_id=instance_id,
@@ -241,12 +270,13 @@ def encoder(loaded: LoadedTower, instance_id: str, rows: Rows, *, check: bool = 
         row_backend=transport.backend,
         encodes=True,
         fingerprint=front.processor.fingerprint,
+        fetches=media.fetches,
     )
-    intake = Intake(front, Adapters(_no_adapter, 0))
+    intake = Intake(front, Adapters(_no_adapter, 0), media=media)
     live = LiveRequests(engine, front.tokenizer, description.max_num_sequences)
     known = KnownItems()
     row_format = RowFormat(transport.backend, model.spec.row_bytes, description.dtype)
-    service = Encoder(intake, engine, live, leases, known, row_format)
+    service = Encoder(intake, media, engine, live, leases, known, row_format)
     return Desk(description, intake, engine, live, service, leases, known)
 
 

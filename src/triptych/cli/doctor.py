@@ -33,6 +33,7 @@ def run() -> int:
         "libraries": _libraries,
         "devices": _devices,
         "memory": _memory,
+        "media": _media,
         "demo model": _demo_answers,
     }
     for name, check in checks.items():
@@ -66,17 +67,31 @@ def _memory() -> str:
     return "this system does not say" if free is None else f"{free / GIB:.1f} GiB free"
 
 
+def _media() -> str:
+    """What can be opened here: depends on what Pillow and PyAV were built with, and is found out by asking them."""
+    import av
+    from PIL import features
+
+    from triptych.media.av_file import SOUND_CODECS, VIDEO_CODECS
+
+    absent = [codec for codec in (*VIDEO_CODECS, *SOUND_CODECS) if codec not in av.codecs_available]
+    pictures = "pictures with AVIF" if features.check("avif") else "pictures, but no AVIF (this Pillow lacks it)"
+    lacking = f", but not {', '.join(absent)}" if absent else ""
+    library = ".".join(map(str, av.library_versions["libavcodec"]))
+    return f"{pictures}; video and sound by PyAV {av.__version__} (libavcodec {library}){lacking}"
+
+
 def _demo_answers() -> str:
     """Ask the shipped model about every shipped picture, through the whole engine."""
-    from triptych.cli.ask import OPTIONS, ask_once, read_picture
+    from triptych.cli.ask import MEDIA, OPTIONS, ask_once, read_item
     from triptych.cli.loaded import load
 
     directory = model_directory(DEMO)
-    loaded = load(DEMO, OPTIONS, lambda done, total: None)
+    loaded = load(DEMO, OPTIONS, lambda done, total: None, MEDIA)
     said = []
     for example in json.loads((directory / "examples.json").read_text()):
-        data = [read_picture(directory / name) for name in example["pictures"]]
-        answer = asyncio.run(ask_once(loaded, data, example["question"])).strip()
+        items = [read_item(directory / name) for name in example["pictures"]]
+        answer = asyncio.run(ask_once(loaded, items, example["question"])).strip()
         if answer != example["answer"]:
             raise TriptychError(f"{example['question']} {answer!r}, but the picture shows {example['answer']!r}")
         said.append(f"{example['question']} {answer}")

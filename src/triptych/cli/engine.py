@@ -26,6 +26,7 @@ from triptych.rpc.server import check_address, serve_role
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from triptych.cli.media import MediaFlags
     from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
     from triptych.roles.contract import EngineDescription, Role
     from triptych.roles.desk import Desk
@@ -110,7 +111,9 @@ class Assignment(NamedTuple):
         rows = None if way is None else Rows(Moves(way, encoding.encoder_ttl), encoding.encoder_quota, requires_handoff)
         return cls(role, moves, rows, signer_of(handoff))
 
-    def load(self, model: str, options: EngineOptions, progress: Callable[[int, int], None]) -> Callable[[str], Desk]:
+    def load(
+        self, model: str, options: EngineOptions, media: MediaFlags, progress: Callable[[int, int], None]
+    ) -> Callable[[str], Desk]:
         """Read what the role needs of a model. What comes back starts the engine, under its instance id.
 
         Raises:
@@ -119,9 +122,9 @@ class Assignment(NamedTuple):
         if self.rows is not None:
             count_row_blocks(ROW_LAYOUT, self.rows.quota)
         if self.rows is not None and self.role is RoleName.ENCODER:
-            return partial(encoder, load_encoder(model, options, progress), rows=self.rows)
+            return partial(encoder, load_encoder(model, options, progress, media), rows=self.rows)
         tower = self.role is not RoleName.DECODE and not (self.rows is not None and self.rows.required)
-        loaded = load(model, options, progress, tower=tower)
+        loaded = load(model, options, progress, media, tower=tower)
         return partial(ROLES[self.role], loaded, moves=self.moves, rows=self.rows)
 
     def close(self) -> None:
@@ -131,7 +134,15 @@ class Assignment(NamedTuple):
                 moves.close()
 
 
-def run(model: str, assignment: Assignment, options: EngineOptions, listeners: Listeners, *, announce: bool) -> int:
+def run(
+    model: str,
+    assignment: Assignment,
+    options: EngineOptions,
+    media: MediaFlags,
+    listeners: Listeners,
+    *,
+    announce: bool,
+) -> int:
     """Serve until a signal; returns the exit code.
 
     With ``announce`` the progress goes to stdout as JSON lines, and the end of stdin ends the engine, so
@@ -140,10 +151,10 @@ def run(model: str, assignment: Assignment, options: EngineOptions, listeners: L
     _check(listeners)
     parent = Parent() if announce else None
     if parent is not None:
-        start = assignment.load(model, options, parent.progress())
+        start = assignment.load(model, options, media, parent.progress())
     else:
         with loading_bar(model) as bar:
-            start = assignment.load(model, options, bar)
+            start = assignment.load(model, options, media, bar)
     return asyncio.run(_serve(start, assignment, listeners, parent))
 
 

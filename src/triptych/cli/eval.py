@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from triptych.cli.loaded import load
+from triptych.cli.media import MediaFlags
 from triptych.cli.options import EngineOptions
 from triptych.cli.parity import Compared, Sides, Topology
 from triptych.cli.parity_cases import GROUPS, TITLES, Case, Material
@@ -38,6 +39,7 @@ Kind = Literal["memory", "shared-dir", "nixl"]
 
 OPTIONS = EngineOptions(dtype="float32", kv_cache_bytes=64 * MIB, max_running_requests=16, max_loras=0, kv_events=False)
 """Of each of the engines. Equal tokens are a promise of float32: what is coarser rounds by the batch."""
+MEDIA = MediaFlags(decode_workers=1, fetch_hosts=())
 SESSION_SECONDS = 60.0
 SHOWN = 10
 """Differences that are shown."""
@@ -63,7 +65,7 @@ class Memory:
 def run(model: str, topology: Topology, kind: Kind, only: Sequence[str]) -> int:
     """Print a row for each group of cases; returns 1 if any differed."""
     with loading_bar(model) as bar:
-        loaded = load(model, OPTIONS, bar)
+        loaded = load(model, OPTIONS, bar, MEDIA)
     material = Material(loaded)
     groups = {
         name: [case for case in GROUPS[name](material) if possible(case, topology)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from triptych.core.config import GIB, MIB
 from triptych.core.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEMO = "demo"
 ROLES_BY_LETTER = {"e": "encoder", "p": "prefill", "d": "decode", "pd": "aggregated"}
@@ -16,28 +21,58 @@ GENERATORS = ({"aggregated"}, {"prefill", "decode"})
 """What it takes to answer a request, beside encoders: the one or the other."""
 MAX_ENGINES = 64
 """On one machine."""
+MOST = 2**53
+"""Of any number: what is computed from several of them still fits a machine's integers."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
 def size(_: object, tokens: object) -> int:
     """``512MiB`` or a plain number of bytes."""
     text = tokens[0].value  # type: ignore[index]
-    match = re.fullmatch(r"(\d+)\s*(?:([kmg])i?)?b?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
+    match = re.fullmatch(r"([0-9]{1,16})\s*(?:([kmg])i?)?b?", text.strip(), re.IGNORECASE)
+    value = int(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0
+    if value > MOST:
+        raise ValueError(f"{text!r} is more than 2^53 bytes")
+    if not value:
         raise ValueError(f"{text!r} is not a size: write bytes or a number with KiB, MiB or GiB, such as 512MiB")
-    return int(match[1]) * _UNITS[(match[2] or "").lower()]
+    return value
 
 
-def at_least_one(_: object, value: object) -> None:
-    """Refuse zero and less."""
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"must be at least 1, not {value}")
+def count(_: object, tokens: object, *, least: int = 1) -> int:
+    """A whole number, and nothing that could be rounded to one."""
+    text = tokens[0].value  # type: ignore[index]
+    if not re.fullmatch(r"[0-9]{1,16}", text.strip()) or not least <= int(text) <= MOST:
+        raise ValueError(f"must be a whole number from {least} to 2^53, not {text!r}")
+    return int(text)
 
 
-def not_negative(_: object, value: object) -> None:
-    """Refuse what is less than zero."""
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"must be at least 0, not {value}")
+def counted(text: str, *, least: int = 1, variable: str | None = None) -> Parameter:
+    """A flag that takes a whole number; ``variable`` of the environment says it where the flag does not."""
+    return Parameter(converter=partial(count, least=least), n_tokens=1, env_var=variable, help=text)
+
+
+def sized(text: str) -> Parameter:
+    """A flag that takes a number of bytes."""
+    return Parameter(converter=size, n_tokens=1, show_default=_in_units, help=f"{text}: bytes, or with KiB, MiB, GiB.")
+
+
+def _in_units(value: int) -> str:
+    return f"{value // GIB}GiB" if value % GIB == 0 else f"{value // MIB}MiB"
+
+
+def words_of(values: Mapping[str, object]) -> list[str]:
+    """Fields and their values as the command-line words that say the same. None is not said."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple):
+            for one in value:
+                words += [f"--{flag}", str(one)]
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words
 
 
 def positive(_: object, value: object) -> None:

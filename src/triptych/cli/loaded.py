@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triptych.cli.flags import model_directory, served_name
+from triptych.cli.media import MediaFlags
 from triptych.core.config import SchedulerConfig
 from triptych.core.errors import CheckpointError, StartupError
 from triptych.core.media import Modality
 from triptych.engine.kv_pool import count_blocks
+from triptych.media.fetch import Fetcher
+from triptych.media.network import SystemNetwork
 from triptych.models.registry import describe, describe_tower, load_model, load_tower
 from triptych.processors.registry import load_processor
 from triptych.roles.contract import ModelDescription
-from triptych.roles.intake import Frontend
+from triptych.roles.frontend import Frontend
 from triptych.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from triptych.cli.options import EngineOptions
     from triptych.models.contract import Model, TowerModel
     from triptych.models.registry import Description
+    from triptych.processors.contract import Processor
+
+DEFAULTS = MediaFlags()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class LoadedModel:
     config: SchedulerConfig
     frontend: Frontend
     options: EngineOptions
+    media: MediaFlags
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +50,16 @@ class LoadedTower:
     model: TowerModel
     config: SchedulerConfig
     frontend: Frontend
+    media: MediaFlags
 
 
 def load(
-    model: str, options: EngineOptions, progress: Callable[[int, int], None], *, tower: bool = True
+    model: str,
+    options: EngineOptions,
+    progress: Callable[[int, int], None],
+    media: MediaFlags = DEFAULTS,
+    *,
+    tower: bool = True,
 ) -> LoadedModel:
     """Read the model that ``MODEL`` names. Whatever can be wrong without the tensors is said before they are read.
 
@@ -59,12 +72,14 @@ def load(
     found = describe(directory, options.device, options.dtype, tower=tower)
     config = _scheduler_config(options, found)
     limit = _context_limit(options, found.spec.max_context, config)
-    frontend = _frontend(model, options, found.spec.vocab_size, config.max_context, limit)
+    frontend = _frontend(model, options, media, found.spec.vocab_size, config.max_context, limit)
     loaded = load_model(directory, options.device, options.dtype, progress, tower=tower)
-    return LoadedModel(directory, loaded, config, frontend, options)
+    return LoadedModel(directory, loaded, config, frontend, options, media)
 
 
-def load_encoder(model: str, options: EngineOptions, progress: Callable[[int, int], None]) -> LoadedTower:
+def load_encoder(
+    model: str, options: EngineOptions, progress: Callable[[int, int], None], media: MediaFlags = DEFAULTS
+) -> LoadedTower:
     """Read the tower of the model that ``MODEL`` names, and nothing of its decoder; see ``load``.
 
     Raises:
@@ -78,22 +93,22 @@ def load_encoder(model: str, options: EngineOptions, progress: Callable[[int, in
         max_context=_context(options, found.max_context),
     )
     limit = _context_limit(options, found.max_context, config)
-    frontend = _frontend(model, options, found.vocab_size, config.max_context, limit)
+    frontend = _frontend(model, options, media, found.vocab_size, config.max_context, limit)
     loaded = load_tower(directory, options.device, options.dtype, progress)
-    return LoadedTower(loaded, config, frontend)
+    return LoadedTower(loaded, config, frontend, media)
 
 
-def _frontend(model: str, options: EngineOptions, vocab_size: int, max_context: int, context_limit: str) -> Frontend:
-    """What reads prompts and pictures, checked."""
+def _frontend(
+    model: str, options: EngineOptions, media: MediaFlags, vocab_size: int, max_context: int, context_limit: str
+) -> Frontend:
+    """What reads prompts and media, checked."""
     directory = model_directory(model)
-    processor = load_processor(directory)
-    tokenizer = Tokenizer.load(directory, required=tuple(processor.special_words))
-    for word, index in processor.special_words.items():
-        if tokenizer.added_tokens[word] != index:
-            raise CheckpointError(
-                f"{directory}: {word} has the id {tokenizer.added_tokens[word]} in tokenizer.json "
-                f"but {index} in config.json"
-            )
+    tokenizer = Tokenizer.load(directory)
+    processor = load_processor(directory, tokenizer.encode_plain)
+    _check_words(directory, processor, tokenizer)
+    limits = media.limits()
+    # For what it complains of, before the weights are read: the one that fetches belongs to an event loop.
+    Fetcher(media.fetch(), limits, SystemNetwork(1))
     description = ModelDescription(
         model_id=str(directory),
         served_name=served_name(model, options.served_name),
@@ -102,6 +117,7 @@ def _frontend(model: str, options: EngineOptions, vocab_size: int, max_context: 
         context_limit=context_limit,
         modalities=tuple(processor.placeholders),
         image_token_id=processor.placeholders.get(Modality.IMAGE),
+        video_token_id=processor.placeholders.get(Modality.VIDEO),
     )
     return Frontend(
         model=description,
@@ -109,8 +125,21 @@ def _frontend(model: str, options: EngineOptions, vocab_size: int, max_context: 
         processor=processor,
         eos_token_ids=tokenizer.eos_token_ids,
         vocab_size=vocab_size,
-        limits=options.limits(),
+        limits=limits,
     )
+
+
+def _check_words(directory: Path, processor: Processor, tokenizer: Tokenizer) -> None:
+    """Refuse files that do not agree about the words that prompts are made of."""
+    words, added = processor.special_words, tokenizer.added_tokens
+    missing = [word for word in words if word not in added]
+    if missing:
+        raise CheckpointError(f"{directory / 'tokenizer.json'} lacks the special tokens {', '.join(missing)}")
+    for word, index in words.items():
+        if added[word] != index:
+            raise CheckpointError(
+                f"{directory}: {word} has the id {added[word]} in tokenizer.json but {index} in config.json"
+            )
 
 
 def _scheduler_config(options: EngineOptions, found: Description) -> SchedulerConfig:

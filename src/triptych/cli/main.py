@@ -26,6 +26,7 @@ from triptych.cli.flags import (
     TlsKey,
     Topology,
 )
+from triptych.cli.media import MediaFlags
 from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
 from triptych.core.errors import TriptychError, one_line
 
@@ -34,6 +35,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 Options = Annotated[EngineOptions, Parameter(name="*")]
 NO_OPTIONS = EngineOptions()
+Media = Annotated[MediaFlags, Parameter(name="*", group="Media")]
+NO_MEDIA = MediaFlags()
 Handoff = Annotated[HandoffOptions, Parameter(name="*")]
 NO_HANDOFF = HandoffOptions()
 Encoder = Annotated[EncoderOptions, Parameter(name="*")]
@@ -79,6 +82,7 @@ def engine(
     grpc: GrpcAddress = "127.0.0.1:50051",
     metrics: MetricsAddress = None,
     options: Options = NO_OPTIONS,
+    media: Media = NO_MEDIA,
     handoff: Handoff = NO_HANDOFF,
     encoder: Encoder = NO_ENCODER,
     tls_certificate: TlsCertificate = None,
@@ -94,7 +98,7 @@ def engine(
 
     tls = TlsFiles.of(tls_certificate, tls_key, tls_client_ca)
     assignment = Assignment.of(RoleName(role), options, handoff, encoder, requires_handoff=requires_handoff)
-    return run(model, assignment, options, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
+    return run(model, assignment, options, media, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
 
 
 @app.command
@@ -125,6 +129,7 @@ def serve(
     topology: Topology = "aggregated",
     http: HttpAddress = "127.0.0.1:8000",
     options: Options = NO_OPTIONS,
+    media: Media = NO_MEDIA,
     handoff: Handoff = NO_HANDOFF,
     encoder: Encoder = NO_ENCODER,
     allow_plaintext: AllowPlaintext = False,
@@ -132,7 +137,7 @@ def serve(
     """Start the engines of a topology and the gateway on this machine; Ctrl-C ends them all."""
     from triptych.cli.serve import EngineFlags, run
 
-    return run(model, topology, EngineFlags(options, handoff, encoder), http, allow_plaintext=allow_plaintext)
+    return run(model, topology, EngineFlags(options, media, handoff, encoder), http, allow_plaintext=allow_plaintext)
 
 
 @app.command

@@ -243,7 +243,8 @@ def _tower(loaded: LoadedModel) -> LoadedTower:
     """
     if loaded.model.tower is None:
         raise StartupError(f"{loaded.directory}: the model has no tower, so there is nothing to encode")
-    return LoadedTower(TowerModel(loaded.model.tower, loaded.model.text.spec.rows), loaded.config, loaded.frontend)
+    tower = TowerModel(loaded.model.tower, loaded.model.text.spec.rows)
+    return LoadedTower(tower, loaded.config, loaded.frontend, loaded.media)
 
 
 async def _ask(role: Role, request: GenerateRequest) -> Said:

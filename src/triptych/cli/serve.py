@@ -23,6 +23,7 @@ from triptych.text.tokenizer import Tokenizer
 from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
+    from triptych.cli.media import MediaFlags
     from triptych.cli.options import EncoderOptions, EngineOptions, HandoffOptions
 
 READY_SECONDS = 60.0
@@ -33,6 +34,7 @@ class EngineFlags(NamedTuple):
     """What the engines are started with."""
 
     options: EngineOptions
+    media: MediaFlags
     handoff: HandoffOptions
     encoder: EncoderOptions
 
@@ -41,7 +43,7 @@ class EngineFlags(NamedTuple):
 
         Where there are encoders the others have none of their own.
         """
-        words = self.options.words()
+        words = self.options.words() + self.media.words()
         if role == "encoder":
             return words + self.encoder.words()
         words += self.handoff.words()

@@ -95,9 +95,9 @@ MAX_ASPECT = 200
 class FrameFit:
     """How large a model wants the frames of a clip; applied to each frame while the clip is decoded.
 
-    Whole cells, nearly the same proportions, and one budget of pixels for all frames together. A clip of a minute in the
-    size it was filmed in is hundreds of megabytes, what a model looks at a tenth of it. This is how the Qwen-VL
-    family fits frames; bounds of the Qwen2-VL processors' ``smart_resize`` over a volume.
+    Whole cells, nearly the same proportions, and one budget of pixels for all frames together: a clip of a minute in
+    the size it was filmed in is hundreds of megabytes, and what a model looks at a tenth of it. The Qwen-VL family
+    fits frames like this; the formula is that of its published video processors (``smart_resize``).
     """
 
     cell: int

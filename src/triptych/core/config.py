@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 
 from triptych.core.errors import StartupError
 
@@ -135,7 +136,17 @@ class DecodeConfig:
             raise StartupError(f"decode_seconds must be a finite number above 0, not {self.decode_seconds}")
 
 
-_LISTED_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.:-]*[a-z0-9_])?")
+_LISTED_HOST = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+def _is_listable(host: str) -> bool:
+    """Whether a URL's host could ever be this, or below it: a name, or an address in its plain form; no port."""
+    if ":" not in host:
+        return _LISTED_HOST.fullmatch(host) is not None
+    try:
+        return host == str(IPv6Address(host))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +194,7 @@ class FetchSettings:
             if not 0 < port < 1 << 16:
                 raise StartupError(f"fetch_ports must be between 1 and 65535, not {port}")
         for host in self.fetch_hosts or ():
-            if not _LISTED_HOST.fullmatch(host):
+            if not _is_listable(host):
                 raise StartupError(
                     f"fetch_hosts: {host!r} is no host; write a.example, *.a.example or an address, in lower case"
                 )

@@ -9,7 +9,6 @@ Split encoder output by rows, copy by mask, charge by encoder tokens.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from triptych.core.media import Modality
 
 CONTENT_KEY_BYTES = 32
+MAX_SECONDS = 10_000_000.0
+"""Of a time that a prompt says: its text is then short."""
 
 
 class Run(NamedTuple):
@@ -88,10 +89,11 @@ class ItemLayout:
             raise InvalidRequest(f"{self.rows} rows for {self.span} positions, {len(self.framing)} of them framing")
         if self.encoder_tokens <= 0 or min(self.grid) <= 0:
             raise InvalidRequest(f"encoder tokens and grid must be positive: {self.encoder_tokens}, {self.grid}")
-        if self.times and (len(self.times) != self.grid.t or not all(0 <= at < math.inf for at in self.times)):
-            raise InvalidRequest(
-                f"{len(self.times)} times for {self.grid.t} steps, or one that is none: {self.times[:8]}"
-            )
+        if self.times and len(self.times) != self.grid.t:
+            raise InvalidRequest(f"{len(self.times)} times for {self.grid.t} steps")
+        wrong = next((at for at in self.times if not 0 <= at <= MAX_SECONDS), None)
+        if wrong is not None:
+            raise InvalidRequest(f"a step is shown after 0 to {MAX_SECONDS:.0f} seconds, not {wrong}")
         if len(self.content_key) != CONTENT_KEY_BYTES:
             raise InvalidRequest(f"a content key has {CONTENT_KEY_BYTES} bytes, not {len(self.content_key)}")
 

@@ -152,5 +152,5 @@ def _too_large(single: EncoderInput) -> Trouble:
     return Trouble(
         Overloaded,
         f"does not fit into memory: {tokens} encoder tokens at once; retry later, send a smaller one, "
-        "or lower longest_edge (max_pixels) in preprocessor_config.json",
+        "or lower max_pixels (longest_edge) of the model's processor, or in media_options",
     )

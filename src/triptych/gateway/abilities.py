@@ -1,7 +1,8 @@
 """What an engine does of a request, as it says itself, and whose work it can go on from.
 
-    encoder  --rows-->  prefill, aggregated       one fingerprint, a transport in common
-    prefill  --KV-->    decode                    one transport
+    media    --------->  encoder, prefill, aggregated       a modality that they read, from a source that they open
+    encoder  --rows-->   prefill, aggregated                one fingerprint, a transport in common
+    prefill  --KV-->     decode                             one transport
 
 Two engines would find out for themselves that they do not fit, and each time a request would be lost over it.
 """
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import Internal, UnsupportedFeature
-from triptych.core.media import Modality
+from triptych.core.media import MediaSource, Modality
 from triptych.wire.gen import server_pb2
-from triptych.wire.modality import MODALITIES
+from triptych.wire.modality import MODALITIES, SOURCES, read_markers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from triptych.core.media import MediaItem
     from triptych.wire.gen import model_pb2
 
 
@@ -42,6 +45,23 @@ _PARTS = {
     server_pb2.ENGINE_ROLE_PREFILL: Part.PREFILL,
     server_pb2.ENGINE_ROLE_DECODE: Part.DECODE,
 }
+
+
+class Kind(NamedTuple):
+    """What engines tell media by before they open them."""
+
+    modality: Modality
+    source: type[MediaSource]
+
+
+def kind_of(item: MediaItem) -> Kind:
+    """The kind of one item."""
+    return Kind(item.modality, type(item.source))
+
+
+def kinds(modalities: Iterable[Modality], sources: Iterable[type[MediaSource]]) -> frozenset[Kind]:
+    """All of these modalities, from all of these sources."""
+    return frozenset(Kind(*pair) for pair in product(modalities, sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +88,10 @@ class Abilities:
     """What one start of an engine can do."""
 
     part: Part
-    media: frozenset[Modality]
-    """Taken as they are."""
+    sources: frozenset[type[MediaSource]]
+    """Of media that it opens."""
+    media: frozenset[Kind]
+    """Taken as they are, in requests that are answered; so none by an encoder."""
     rows: RowEnd | None
     """What an encoder makes; of others, what they take in place of media."""
     kv_backend: str
@@ -90,13 +112,18 @@ class Abilities:
         moves_rows = encoder.producer if part is Part.ENCODE else encoder.consumer and part in READERS
         if part is Part.ENCODE and not moves_rows:
             raise Internal("an encoder engine that says nothing of what it makes (ModelInfo.encoder.producer)")
-        media = _modalities((*capabilities.aggregate_modalities, *capabilities.prefill_decode_modalities))
+        read = _modalities((*capabilities.aggregate_modalities, *capabilities.prefill_decode_modalities))
+        sources = frozenset(SOURCES[number] for number in capabilities.source_types if number in SOURCES)
         moved = _modalities(encoder.modalities)
         if part is Part.ENCODE:
-            moved &= {Modality.IMAGE}  # an encoder is asked with the item's marker, and no other one is known
+            moved &= read_markers(model).keys()  # an encoder is asked with the item's marker
+        if part is Part.ENCODE and not sources:
+            raise Internal("an encoder engine that names no sources of media (multimodal_capabilities.source_types)")
+        takes_media = part in READERS and not encoder.requires_handoff
         return cls(
             part=part,
-            media=media if part in READERS and not encoder.requires_handoff else frozenset(),
+            sources=sources,
+            media=kinds(read, sources) if takes_media else frozenset(),
             rows=RowEnd(moved, encoder.fingerprint, frozenset(encoder.transfer_backends)) if moves_rows else None,
             kv_backend=server.kv_connector.transfer_backend,
         )
@@ -104,7 +131,8 @@ class Abilities:
     @property
     def modalities(self) -> frozenset[Modality]:
         """Of media in requests that it can read, by itself or with an encoder's help."""
-        return self.media | (self.rows.modalities if self.rows is not None else frozenset())
+        moved = self.rows.modalities if self.rows is not None else frozenset[Modality]()
+        return moved.union(kind.modality for kind in self.media)
 
     def misfit(self, user: Abilities) -> str:
         """Why the user of what this engine makes cannot take it; empty when it can, or never would."""

@@ -18,17 +18,18 @@ import uuid
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import Draining, Internal, PlaceholderMismatch, TriptychError, UnsupportedFeature
+from triptych.core.errors import Draining, Internal, TriptychError
 from triptych.core.events import Event, Finished
-from triptych.core.media import Modality
+from triptych.core.media_options import OptionLayer
 from triptych.core.request import GenerateRequest
 from triptych.gateway.client import Client, Gone, HeldBytes
 from triptych.gateway.errors import to_reply
+from triptych.gateway.media import check_kinds, check_markers
 from triptych.gateway.schema import ChatRequest, parse
 from triptych.gateway.stream import AnswerHead, chunks, error_event, whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from triptych.gateway.route import Router
     from triptych.gateway.timeline import Timeline, Timelines
     from triptych.gateway.workers import Workers
+    from triptych.text.chat import ChatMessage, PromptTokens
 
 log = logging.getLogger(__name__)
 
@@ -103,21 +105,11 @@ class ChatCompletions:
         """Tokenise the conversation for the model.
 
         Raises:
-            InvalidRequest: the template refuses it, has no place for its media, or it is too long.
-            UnsupportedFeature: it holds media that the model does not take.
+            InvalidRequest: it holds media that are not read here, the template refuses it or has no place for its
+                media, or it is too long.
         """
-        # An answer needs room for one token.
-        prompt = await self._workers.run(model.text.template.render, asked.messages, max_tokens=model.max_context - 1)
-        modalities = self._router.pool.modalities(model)
-        for index, item in enumerate(prompt.media):
-            if item.modality not in modalities:
-                where = asked.media_paths[index]
-                raise UnsupportedFeature(f"{where}: the model {model.served_name!r} reads no {item.modality.value}s")
-        if model.image_token_id is not None:
-            images = sum(item.modality is Modality.IMAGE for item in prompt.media)
-            markers = prompt.token_ids.count(model.image_token_id)
-            if images != markers:  # a template may pass over parts that it does not know
-                raise PlaceholderMismatch(Modality.IMAGE.value, images, markers)
+        check_kinds(self._router.pool, model, asked.media, asked.media_paths)
+        prompt = await self._workers.run(_tokenise, model, asked.messages)
         return GenerateRequest(
             request_id=request_id,
             model=model.served_name,
@@ -125,7 +117,14 @@ class ChatCompletions:
             media=prompt.media,
             sampling=asked.sampling(model.text.sampling),
             stopping=asked.stopping,
+            media_options=asked.media_options if prompt.media else OptionLayer(),
         )
+
+
+def _tokenise(model: ServedModel, messages: Sequence[ChatMessage]) -> PromptTokens:
+    prompt = model.text.template.render(messages, max_tokens=model.max_context - 1)  # an answer needs room for one
+    check_markers(model.markers, prompt)
+    return prompt
 
 
 class _Exchange:

@@ -23,8 +23,9 @@ from triptych.core.errors import (
     RowTransferFailed,
     TriptychError,
 )
+from triptych.core.media_options import OptionLayer
 from triptych.gateway.encode import Encoders, Encoding
-from triptych.gateway.pool import no_encoder, reason
+from triptych.gateway.pool import no_encoder, not_ready, reason
 from triptych.wire.status import item_message
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Delivery:
             if self._encoded is not None:
                 if takers := self._left(self._takes_rows):
                     references = tuple(one.reference for one in self._encoded.outputs)
-                    return self._leg(takers[0], replace(request, media=(), references=references))
+                    rest = replace(request, media=(), media_options=OptionLayer(), references=references)
+                    return self._leg(takers[0], rest)
                 self._let_go()
             readers = self._left(self._can_read)
             if not readers:
@@ -133,8 +135,7 @@ class Delivery:
         return self._able(reader) and self._encoded is not None and self._encoded.fits(reader)
 
     def _takes_media(self, reader: Engine) -> bool:
-        media = {item.modality for item in self._errand.request.media}
-        return self._able(reader) and reader.abilities is not None and media <= reader.abilities.media
+        return self._able(reader) and _reads(reader, self._errand)
 
     def _can_read(self, reader: Engine) -> bool:
         return self._takes_media(reader) or (self._able(reader) and self._encodable(reader))
@@ -145,9 +146,16 @@ class Delivery:
         serving = self._encoders.pool.serving(errand.model)
         if not errand.request.media or not self._left(self._able):
             return errand.failure or Draining(reason(serving))
+        if takers := [engine for engine in serving if engine.part is self._part and _reads(engine, errand)]:
+            return errand.failure or Draining(not_ready(errand.model, takers))
         if isinstance(errand.failure, Draining):
             return Draining(f"no encoder engine for {errand.model.served_name!r} is left: {errand.failure}")
         return errand.failure or Draining(no_encoder(errand.model, serving))
+
+
+def _reads(reader: Engine, errand: Errand) -> bool:
+    """Whether an engine takes the media of a request as they are."""
+    return reader.abilities is not None and errand.wanted <= reader.abilities.media
 
 
 def _anybody(_: Engine) -> bool:

@@ -79,8 +79,7 @@ class Encoders(NamedTuple):
 
     def left(self, errand: Errand, reader: Engine) -> list[Engine]:
         """The encoders that can still be asked to encode a request for an engine."""
-        wanted = {item.modality for item in errand.request.media}
-        return self.pool.left(errand, Part.ENCODE, lambda encoder: wanted <= encoder.rows_for(reader))
+        return self.pool.left(errand, Part.ENCODE, lambda encoder: errand.wanted <= encoder.rows_for(reader))
 
     def let_go(self, outputs: Sequence[Output]) -> None:
         """Have outputs released that nobody will use."""
@@ -210,15 +209,17 @@ class Encoding:
     def _request(self, items: Sequence[int], engine: Engine, end: RowEnd) -> GenerateRequest:
         """The request's items, and for each the marker that stands for it, as in a prompt."""
         whole = self.errand.request
-        marker = engine.model.image_token_id if engine.model is not None else None
-        if marker is None:
-            raise Internal(f"{engine.address} names no token for a picture")
+        media = tuple(whole.media[item] for item in items)
+        markers = engine.model.markers if engine.model is not None else {}
+        if not all(item.modality in markers for item in media):
+            raise Draining(f"{engine.address} was started anew and names no token for such media any more")
         self._asked += 1
         return GenerateRequest(
             request_id=f"{whole.request_id}/encode-{self._asked}",
             model=whole.model,
-            prompt=(marker,) * len(items),
-            media=tuple(whole.media[item] for item in items),
+            prompt=tuple(markers[item.modality] for item in media),
+            media=media,
+            media_options=whole.media_options,
             cache=whole.cache,
             priority=whole.priority,
             encode=EncodeOptions(min(end.backends)),

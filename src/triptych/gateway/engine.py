@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triptych.core.errors import Draining, Internal, TriptychError
-from triptych.gateway.abilities import Abilities, Part
+from triptych.gateway.abilities import Abilities, Kind, Part, kinds
 from triptych.wire.gen import lifecycle_pb2
+from triptych.wire.modality import read_markers
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from triptych.core.encoded import SealedReference
     from triptych.core.events import Event, Span
@@ -136,8 +137,8 @@ class ServedModel:
     model_id: str
     max_context: int = field(compare=False)
     """Prompt and answer together, in tokens; encoders have none. Engines with less room are no other model."""
-    image_token_id: int | None = field(compare=False)
-    """The marker that stands for one picture, where the engine says so."""
+    markers: Mapping[Modality, int] = field(compare=False)
+    """The token that stands for one item, for each modality of which the engine says it."""
     text: ModelText
 
 
@@ -172,12 +173,12 @@ class Engine:
         """Why the user of what this engine makes cannot take it; empty when it can, or never would."""
         return self.abilities.misfit(user.abilities) if self.abilities and user.abilities else ""
 
-    def rows_for(self, reader: Engine) -> frozenset[Modality]:
+    def rows_for(self, reader: Engine) -> frozenset[Kind]:
         """Of media that this encoder can encode for the reader; empty when the two do not fit together."""
         made, taken = self.abilities and self.abilities.rows, reader.abilities and reader.abilities.rows
-        if not made or not taken or self.misfit(reader):
+        if not self.abilities or not made or not taken or self.misfit(reader):
             return frozenset()
-        return made.modalities & taken.modalities
+        return kinds(made.modalities & taken.modalities, self.abilities.sources)
 
     async def refresh(self, texts: Texts) -> None:
         """Look at the engine once, and learn its model when it has been started anew. Troubles become its state."""
@@ -223,16 +224,15 @@ class Engine:
         abilities = Abilities.read(info, model)
         if not model.max_context_length and abilities.part is not Part.ENCODE:
             raise Internal("the engine names no context length")
-        capabilities = model.multimodal_capabilities
-        marker = capabilities.routing_image_token_id if capabilities.HasField("routing_image_token_id") else None
-        if marker is None and abilities.part is Part.ENCODE:
-            raise Internal("an encoder engine that names no token for a picture")
+        markers = read_markers(model)
+        if not markers and abilities.part is Part.ENCODE:
+            raise Internal("an encoder engine that names no token for what it encodes")
         self.model = ServedModel(
             served_name=model.served_model_name,
             names=frozenset((model.served_model_name, model.model_id, *model.served_model_aliases)) - {""},
             model_id=model.model_id,
             max_context=model.max_context_length,
-            image_token_id=marker,
+            markers=markers,
             text=await texts.load(model.tokenizer.source),
         )
         self.abilities = abilities

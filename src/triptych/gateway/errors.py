@@ -14,6 +14,7 @@ from triptych.core.errors import (
     InvalidRequest,
     KvSessionNotFound,
     KvTransferFailed,
+    MediaUnavailable,
     ModelNotFound,
     Overloaded,
     PromptTooLong,
@@ -26,6 +27,7 @@ from triptych.core.errors import (
     UnsupportedFeature,
     WrongState,
 )
+from triptych.core.media import Stage
 from triptych.wire.status import item_message
 
 MAX_MESSAGE = 1000
@@ -76,6 +78,7 @@ _KINDS: dict[type[TriptychError], _Kind] = {
     BodyTooLarge: _Kind(413, _REQUEST),
     PromptTooLong: _Kind(400, _REQUEST, "context_length_exceeded"),
     InvalidRequest: _Kind(400, _REQUEST),
+    MediaUnavailable: _Kind(400, _REQUEST, "media_unavailable"),
     UnsupportedFeature: _Kind(400, _REQUEST, "unsupported_feature"),
     ModelNotFound: _Kind(404, _REQUEST, "model_not_found"),
     RequestNotFound: _Kind(404, _REQUEST, "request_not_found"),
@@ -104,6 +107,8 @@ def to_reply(error: TriptychError, media_paths: tuple[str, ...] = ()) -> ErrorRe
         media_paths: where in the request's JSON each media item stands, for errors that name one by its index.
     """
     kind = next(_KINDS[c] for c in type(error).__mro__ if c in _KINDS)
+    if isinstance(error, MediaUnavailable) and error.stage is not Stage.FETCH:
+        kind = _KINDS[Draining]  # the item is there: it is the engine that had no room or time for it
     param, code = None, kind.code
     if isinstance(error, BadRequest):
         param, code = error.param, error.error_code or code

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import Cancelled, Internal, KvSessionNotFound, KvTransferFailed, Overloaded, TriptychError
 from triptych.core.events import Failed, Finished, FinishReason, PrefillReady
+from triptych.core.media_options import OptionLayer
 from triptych.core.session import SealedSession
 from triptych.gateway.abilities import Part
 from triptych.gateway.delivery import Delivery
@@ -82,7 +83,7 @@ class Handoff:
         Raises:
             TriptychError: a failure that another prompt would not mend.
         """
-        going_on = replace(errand.request, session=prefilled.session, media=())
+        going_on = replace(errand.request, session=prefilled.session, media=(), media_options=OptionLayer())
         while decoders := self._decoders(errand, prefilled.engine):
             decode = self._pool.chosen(decoders[0])
             try:

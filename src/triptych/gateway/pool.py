@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from triptych.core.errors import MediaError, TriptychError
-from triptych.core.media import Modality
-from triptych.gateway.abilities import READERS, Part
+from triptych.gateway.abilities import READERS, Kind, Part, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AsyncExitStack
 
+    from triptych.core.media import Modality
     from triptych.core.request import GenerateRequest
     from triptych.gateway.engine import Engine, Events, ServedModel
+
+T = TypeVar("T")
 
 MAX_STRIKES = 2
 """How often one request may fail at one engine before it is not tried there again."""
@@ -33,6 +35,8 @@ class Errand:
     def __init__(self, model: ServedModel, request: GenerateRequest) -> None:
         self.model = model
         self.request = request
+        self.wanted = frozenset(map(kind_of, request.media))
+        """What an engine must take to read the request."""
         self.failure: TriptychError | None = None
         """The last one after which another engine might have done better."""
         self._strikes: Counter[str] = Counter()
@@ -108,6 +112,14 @@ class Pool:
         """Of media in requests for a model: what those who read its prompts take, in whatever form and state."""
         return _union(e.abilities.modalities for e in self.serving(model) if e.abilities and e.part in READERS)
 
+    def ways(self, model: ServedModel) -> list[frozenset[Kind]]:
+        """What media one request may have, for each reader and for each encoder with a reader, in whatever state."""
+        serving = self.serving(model)
+        readers = [engine for engine in serving if engine.part in READERS]
+        encoders = [engine for engine in serving if engine.part is Part.ENCODE]
+        inline = [reader.abilities.media for reader in readers if reader.abilities]
+        return [*inline, *(encoder.rows_for(reader) for encoder in encoders for reader in readers)]
+
     def unreadable(self, model: ServedModel) -> frozenset[Modality]:
         """Of these, what nobody can read now, because an encoder is needed and there is none."""
         usable = [engine for engine in self.serving(model) if engine.state.usable]
@@ -115,14 +127,14 @@ class Pool:
         readers = _readers(usable)
         inline = _union(reader.abilities.media for reader in readers if reader.abilities)
         encoded = _union(encoder.rows_for(reader) for encoder in encoders for reader in readers)
-        return self.modalities(model) - inline - encoded
+        return self.modalities(model).difference(kind.modality for kind in inline | encoded)
 
     def _usable(self, model: ServedModel, part: Part) -> list[Engine]:
         return [e for e in self.engines if e.model == model and e.part is part and e.state.usable]
 
 
-def _union(sets: Iterable[frozenset[Modality]]) -> frozenset[Modality]:
-    return frozenset[Modality]().union(*sets)
+def _union(sets: Iterable[frozenset[T]]) -> frozenset[T]:
+    return frozenset[T]().union(*sets)
 
 
 def _readers(engines: Sequence[Engine]) -> list[Engine]:
@@ -174,6 +186,11 @@ def no_encoder(model: ServedModel, engines: Sequence[Engine]) -> str:
     encoders = [engine for engine in engines if engine.part is Part.ENCODE]
     known = _states(encoders) or "none is known, and the other engines take no media themselves"
     return "; ".join((f"no encoder engine for {model.served_name!r} can be used: {known}", *misfits(engines)))
+
+
+def not_ready(model: ServedModel, engines: Iterable[Engine]) -> str:
+    """Why engines that would take the media of a request for a model do not get it."""
+    return f"no engine for {model.served_name!r} that takes these media can be used: {_states(engines)}"
 
 
 def _states(engines: Iterable[Engine]) -> str:

@@ -14,13 +14,17 @@ import msgspec
 from msgspec import Raw
 
 from triptych.core.errors import InvalidRequest
-from triptych.core.media import DataUri, MediaItem, Modality, Url
+from triptych.core.media import MediaItem
+from triptych.core.option_names import read_options
 from triptych.core.request import Sampling, Stopping
 from triptych.gateway.errors import BadRequest
+from triptych.gateway.parts import PART_TYPES, ContentPart, read_part
 from triptych.text.chat import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from triptych.core.media_options import OptionLayer
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -29,31 +33,11 @@ MAX_PARTS = 4096
 _ABSENT = Raw(b"null")
 
 
-class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a picture is."""
-
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None
-    """A hint about cost; pictures are always read in full."""
-
-
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A stretch of text."""
-
-    text: str
-
-
-class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
-    """A picture."""
-
-    image_url: ImageUrl
-
-
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     # Not offered; a client that repeats an answer of ours sends them as null.
     refusal: Raw = _ABSENT
@@ -92,6 +76,7 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    media_options: dict[str, Any] | None = None
 
     # About the account, the caller or billing: accepted and ignored, not even decoded.
     metadata: Raw = _ABSENT
@@ -162,8 +147,15 @@ class ChatRequest(NamedTuple):
     sampling_given: Mapping[str, Any]
     """What the request says about sampling; valid values of ``Sampling``."""
     stopping: Stopping
+    media_options: OptionLayer
     stream: bool
     include_usage: bool
+
+    @property
+    def media(self) -> tuple[MediaItem, ...]:
+        """All media items, in their order."""
+        contents = [message.content for message in self.messages if not isinstance(message.content, str)]
+        return tuple(part for content in contents for part in content if isinstance(part, MediaItem))
 
     def sampling(self, defaults: Sampling) -> Sampling:
         """The request's own values over the model's."""
@@ -194,6 +186,7 @@ def parse(data: bytes) -> ChatRequest:
     stream = bool(body.stream)
     try:
         sampling_given, stopping = _sampling(body), _stopping(body)
+        media_options = read_options(body.media_options or {}, "media_options")
     except InvalidRequest as error:
         raise _named(error) from None
     if body.stream_options is not None and not stream:
@@ -204,6 +197,7 @@ def parse(data: bytes) -> ChatRequest:
         media_paths=tuple(media_paths),
         sampling_given=sampling_given,
         stopping=stopping,
+        media_options=media_options,
         stream=stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )
@@ -239,7 +233,7 @@ def _explained(error: msgspec.ValidationError) -> BadRequest:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return BadRequest(f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
     if _PART_TYPE.fullmatch(path):
-        reason += "; this server reads parts of type 'text' and 'image_url'"
+        reason += f"; this server reads parts of type {PART_TYPES}"
     elif _ROLE.fullmatch(path):
         reason += "; roles are 'system', 'developer', 'user' and 'assistant'"
     return BadRequest(f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
@@ -274,21 +268,10 @@ def _message(index: int, message: Message, media_paths: list[str]) -> ChatMessag
         raise BadRequest(f"{where}.content must not be empty", param=f"{where}.content")
     parts: list[str | MediaItem] = []
     for at, part in enumerate(message.content):
-        if isinstance(part, TextPart):
-            parts.append(part.text)
-        else:
+        parts.append(read_part(part, f"{where}.content[{at}]"))
+        if isinstance(parts[-1], MediaItem):
             media_paths.append(f"{where}.content[{at}]")
-            parts.append(_image(part.image_url.url, media_paths[-1]))
     return ChatMessage(role, tuple(parts), message.name)
-
-
-def _image(url: str, where: str) -> MediaItem:
-    scheme = url[:8].lower()
-    if scheme.startswith("data:"):
-        return MediaItem(Modality.IMAGE, DataUri(url))
-    if scheme.startswith(("http://", "https://")):
-        return MediaItem(Modality.IMAGE, Url(url))
-    raise BadRequest(f"{where}: a picture's url begins with data:, http:// or https://", param=f"{where}.image_url.url")
 
 
 def _sampling(body: Body) -> dict[str, Any]:
@@ -323,8 +306,9 @@ def _stopping(body: Body) -> Stopping:
 
 
 def _named(error: InvalidRequest) -> BadRequest:
-    """An error of a core value, whose message begins with the field's name."""
+    """An error of a core value, whose message begins with the field's name, or with the path of a field inside it."""
     if isinstance(error, BadRequest):
         return error
-    word = str(error).split(" ", 1)[0]
-    return BadRequest(str(error), param=word if word in Body.__struct_fields__ else None, code="invalid_value")
+    path = str(error).split(" ", 1)[0].rstrip(":")
+    known = path.split(".", 1)[0] in Body.__struct_fields__
+    return BadRequest(str(error), param=path if known else None, code="invalid_value")

@@ -1,13 +1,15 @@
 """An encoded sound to one channel at the model's rate. Pure: bytes in, a sound out; made to run in a worker process.
 
-    bytes -> container known and whole -> packets -> samples of all channels -> their mean -> resampled -> windows
+    bytes -> container known and whole -> packets counted -> samples of all channels -> mean -> resampled -> windows
 
-Each decoded stretch is mixed and resampled as it comes, so that memory holds the result and one packet more, and a
-sound is found to be too long when it is, whatever its header says.
+The packets are read once before anything is decoded: they tell how long the sound plays, whatever its header says, so
+one that is far too long costs nothing. Each decoded stretch is mixed, resampled and handed on as it comes: memory holds
+one packet, and a sound whose packets lied is found to be too long when it is.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import av
@@ -30,10 +32,11 @@ from triptych.media.av_file import (
     start_decoder,
 )
 from triptych.media.containers import SOUND_CONTAINERS
-from triptych.media.windows import plan_windows
+from triptych.media.limits import MAX_CHANNELS, SOUND_RATES
+from triptych.media.windows import plan_windows, window_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
     from av.audio.frame import AudioFrame
@@ -42,9 +45,75 @@ if TYPE_CHECKING:
 
     from triptych.core.config import MediaLimits
 
-MAX_CHANNELS = 8
-RATES = (4_000, 192_000)
-"""Samples a second that are read."""
+    Samples = npt.NDArray[np.float32]
+    """Shape [samples]."""
+
+_PACKET_SECONDS = 0.001
+"""What a packet counts for at least, whatever it says: the shortest that are made play 2.5 milliseconds."""
+_SLACK_SECONDS = 1.0
+"""By which packets may claim more than is heard: encoders fill up their last one, and say how much to leave out."""
+
+
+class _Stretch(NamedTuple):
+    """What one packet sounds like, its channels mixed."""
+
+    samples: Samples
+    rate: int
+
+
+class OpenSound:
+    """A sound whose packets are counted and of which nothing is decoded yet; see ``open_sound``."""
+
+    def __init__(self, index: int, samples: int, packets: int, stretches: Iterator[_Stretch]) -> None:
+        self._index = index
+        self._stretches = stretches
+        self.samples = samples
+        """Of all channels, as the packets claim them."""
+        self.packets = packets
+
+    def decode(self, rate: int, keep: Callable[[Samples], object]) -> int:
+        """Decode once; hands on each stretch as it comes, and returns how many samples came.
+
+        Args:
+            rate: Samples a second that the model hears.
+            keep: Takes a stretch, which is nobody's after.
+
+        Raises:
+            MediaError: damaged, over a limit, or without one sample.
+        """
+        count = 0
+        for samples in _resampled(self._stretches, rate):
+            if not np.isfinite(samples).all():
+                raise MediaError(self._index, "damaged: its samples are not finite numbers", Stage.DECODE)
+            keep(samples)
+            count += len(samples)
+        if not count:
+            raise MediaError(self._index, f"it has no sound: not one sample at {rate} a second", Stage.DECODE)
+        return count
+
+
+@contextmanager
+def open_sound(index: int, data: bytes, limits: MediaLimits, *, of_film: bool = False) -> Iterator[OpenSound]:
+    """Open a sound; whatever goes wrong inside the block is a MediaError too.
+
+    Args:
+        index: Of the item in its request.
+        data: The file.
+        limits: Checked before and while decoding.
+        of_film: Whether the sound of a video is asked for. Unasked it is an error, never a guess.
+
+    Raises:
+        MediaError: not a sound, damaged, cut off, or over a limit; ``index`` names the item.
+        MediaUnavailable: memory is short.
+    """
+    with open_file(index, data, SOUND_CONTAINERS, limits, "sound") as file:
+        stream = _sound_stream(index, file, of_film=of_film)
+        packets, seconds = _counted(index, file, stream, limits)
+    with open_file(index, data, SOUND_CONTAINERS, limits, "sound") as file:
+        stream = _sound_stream(index, file, of_film=of_film)
+        start_decoder(stream.codec_context, limits)
+        samples = round(seconds * stream.codec_context.sample_rate * stream.codec_context.layout.nb_channels)
+        yield OpenSound(index, samples, packets, _mixed(index, file, stream, limits))
 
 
 def decode_sound(
@@ -62,7 +131,7 @@ def decode_sound(
         index: Of the item in its request.
         data: The file.
         rate: Samples a second that the model hears.
-        limits: Checked while decoding.
+        limits: Checked before and while decoding.
         window_seconds: What the model hears at a time; None where it hears any length.
         of_film: Whether the sound of a video is asked for. Unasked it is an error, never a guess.
 
@@ -70,14 +139,32 @@ def decode_sound(
         MediaError: not a sound, damaged, cut off, without samples, or over a limit; ``index`` names the item.
         MediaUnavailable: memory is short.
     """
-    with open_file(index, data, SOUND_CONTAINERS, limits, "sound") as file:
-        stream = _sound_stream(index, file, of_film=of_film)
-        start_decoder(stream.codec_context, limits)
-        samples = _resampled(_mixed(index, file, stream, limits), rate)
-    if not len(samples):
-        raise MediaError(index, f"it has no sound: not one sample at {rate} a second", Stage.DECODE)
-    window = None if window_seconds is None else max(1, round(window_seconds * rate))
-    return Sound(samples, rate, plan_windows(len(samples), window))
+    parts: list[Samples] = []
+    with open_sound(index, data, limits, of_film=of_film) as sound:
+        count = sound.decode(rate, parts.append)
+    return Sound(np.concatenate(parts), rate, plan_windows(count, window_length(window_seconds, rate)))
+
+
+class _Counted(NamedTuple):
+    """The packets of a sound, and how long they say that they play."""
+
+    packets: int
+    seconds: float
+
+
+def _counted(index: int, file: InputContainer, stream: AudioStream, limits: MediaLimits) -> _Counted:
+    packets, seconds = 0, 0.0
+    tick = float(stream.time_base or 0)
+    for packet in packets_of(index, file, stream):
+        packets += 1
+        seconds += max((packet.duration or 0) * tick, _PACKET_SECONDS)
+        if seconds > limits.max_sound_seconds + _SLACK_SECONDS:
+            raise _too_long(index, f"{seconds:.1f} seconds and more", limits)
+    return _Counted(packets, seconds)
+
+
+def _too_long(index: int, what: str, limits: MediaLimits) -> MediaError:
+    return MediaError(index, f"{what}; at most {limits.max_sound_seconds} (--max-sound-seconds)", Stage.LIMIT)
 
 
 def _sound_stream(index: int, file: InputContainer, *, of_film: bool) -> AudioStream:
@@ -89,13 +176,6 @@ def _sound_stream(index: int, file: InputContainer, *, of_film: bool) -> AudioSt
     check_codec(index, stream, SOUND_CODECS)
     only(file, stream)
     return cast("AudioStream", stream)
-
-
-class _Stretch(NamedTuple):
-    """What one packet sounds like, its channels mixed."""
-
-    samples: npt.NDArray[np.float32]
-    rate: int
 
 
 def _mixed(index: int, file: InputContainer, stream: AudioStream, limits: MediaLimits) -> Iterator[_Stretch]:
@@ -110,13 +190,9 @@ def _mixed(index: int, file: InputContainer, stream: AudioStream, limits: MediaL
         rate = _checked_rate(index, frame.sample_rate, rate)
         heard += frame.samples
         if heard > limits.max_sound_seconds * rate:
-            what = f"{heard / rate:.1f} seconds and more; at most {limits.max_sound_seconds}"
-            raise MediaError(index, f"{what} (--max-sound-seconds)", Stage.LIMIT)
+            raise _too_long(index, f"{heard / rate:.1f} seconds and more", limits)
         for part in interleave.resample(frame):
-            mixed = part.to_ndarray().reshape(-1, channels).mean(axis=1, dtype=np.float32)
-            if not np.isfinite(mixed).all():
-                raise MediaError(index, "damaged: its samples are not finite numbers", Stage.DECODE)
-            yield _Stretch(mixed, rate)
+            yield _Stretch(part.to_ndarray().reshape(-1, channels).mean(axis=1, dtype=np.float32), rate)
     # Of the containers that say nothing about their own size, this one counts its samples.
     stated = stream.duration or 0
     if file.format.name == "flac" and heard < stated:
@@ -127,8 +203,10 @@ def _checked_rate(index: int, rate: int, before: int | None) -> int:
     if before is not None and rate != before:
         what = f"its rate changes from {before} to {rate} samples a second, which is not supported"
         raise MediaError(index, what, Stage.DECODE)
-    if not RATES[0] <= rate <= RATES[1]:
-        raise MediaError(index, f"{rate} samples a second; {RATES[0]} to {RATES[1]} are supported", Stage.DECODE)
+    if not SOUND_RATES[0] <= rate <= SOUND_RATES[1]:
+        raise MediaError(
+            index, f"{rate} samples a second; {SOUND_RATES[0]} to {SOUND_RATES[1]} are supported", Stage.DECODE
+        )
     return rate
 
 
@@ -149,17 +227,15 @@ def _frames(index: int, file: InputContainer, stream: AudioStream) -> Iterator[A
     yield from stream.codec_context.decode(None)
 
 
-def _resampled(stretches: Iterator[_Stretch], rate: int) -> npt.NDArray[np.float32]:
-    """All stretches as one, at another rate."""
-    parts = [np.empty(0, dtype=np.float32)]
+def _resampled(stretches: Iterator[_Stretch], rate: int) -> Iterator[Samples]:
+    """All stretches at another rate."""
     resampler: soxr.ResampleStream | None = None
     for samples, source in stretches:
         if source == rate:
-            parts.append(samples)
+            yield samples
             continue
         if resampler is None:
             resampler = soxr.ResampleStream(source, rate, 1, dtype="float32", quality="HQ")
-        parts.append(resampler.resample_chunk(samples))
+        yield resampler.resample_chunk(samples)
     if resampler is not None:
-        parts.append(resampler.resample_chunk(np.empty(0, dtype=np.float32), last=True))
-    return np.concatenate(parts)
+        yield resampler.resample_chunk(np.empty(0, dtype=np.float32), last=True)

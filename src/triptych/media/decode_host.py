@@ -1,53 +1,102 @@
-"""The engine's end of one decode process: started at the first picture, started again when it is gone."""
+"""The engine's end of one decode process: started at the first item, started again when it is gone.
+
+bytes -> a descriptor and a Task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
+                                      |
+                                      +-> gone, late, lying or out of memory: a MediaError, and another process
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
-
-import numpy as np
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
-from triptych.core.media import Picture, Stage
-from triptych.media.decode_process import SEALS
-from triptych.media.decode_wire import MAX_MESSAGE, READY, Answer, Outcome, Task, pixels_header
-from triptych.media.limits import Ceiling, decode_ceiling
+from triptych.core.media import Stage
+from triptych.media.decode_answers import clip_of, picture_of, sound_of
+from triptych.media.decode_ceiling import (
+    Ceiling,
+    file_ceiling,
+    most_clip_seconds,
+    most_sound_seconds,
+    picture_ceiling,
+)
+from triptych.media.decode_wire import (
+    MAX_MESSAGE,
+    ClipTask,
+    Failed,
+    Frames,
+    OutOfMemory,
+    PictureTask,
+    Pixels,
+    Ready,
+    Samples,
+    Settings,
+    SoundTask,
+    Working,
+    pack,
+    unpack_answer,
+)
+from triptych.media.windows import window_length
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Callable, Iterator
 
+    from triptych.core.clip import Clip, FrameFit, FrameSampling
     from triptych.core.config import DecodeConfig, MediaLimits
+    from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
+    from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
+    from triptych.media.decode_wire import Answer, Task
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 PATIENCE = 10.0
-"""Seconds that a picture may take for each of its seconds of processor time: others work here too."""
+"""Seconds that an item may take for each of its seconds of processor time: others work here too."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_CHANNELS = 3
+
+Decoded = TypeVar("Decoded")
+Done = TypeVar("Done", Pixels, Frames, Samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job(Generic[Done, Decoded]):
+    """One item that the process is asked for, and what the engine makes of its answer."""
+
+    index: int
+    what: str
+    """It, in words."""
+    task: Task
+    ceiling: Ceiling
+    """To begin with."""
+    most_seconds: float
+    """What the process may grant it later."""
+    answer: type[Done]
+    taken: Callable[[Done, int], Decoded]
+    """What was decoded, from the answer and its descriptor. Raises ValueError where it is something else."""
 
 
 class DecodeProcess:
     """One process. Thread-safe; every method may block.
 
+    What decodes raises MediaError where the item is damaged, cut off, or over a limit or a ceiling, MediaUnavailable
+    where the process could not be had or was killed from outside, and Internal where it does not start.
+
     Args:
-        limits: of the pictures that it will be given.
+        limits: of the items that it will be given.
         config: what decoding them may take.
     """
 
     def __init__(self, limits: MediaLimits, config: DecodeConfig) -> None:
-        self._most = decode_ceiling(limits.max_item_pixels, limits.max_item_bytes, config)
-        self._output = limits.max_item_pixels * _CHANNELS + MAX_MESSAGE
+        self._limits = limits
         self._config = config
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,79 +121,107 @@ class DecodeProcess:
             with self._lock:
                 self._running()
         except OSError as error:
-            raise Internal(f"no process can be started to decode pictures: {error}") from error
+            raise Internal(f"no process can be started to decode media: {error}") from error
 
-    def decode(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        """The pixels, which lie where the process wrote them.
+    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+        """The pixels of an admitted picture, where the process wrote them."""
+        kind, size = admitted
+        ceiling = picture_ceiling(size.pixels, len(data), self._config)
+        task = PictureTask(len(data), kind, size.width, size.height, options.background)
+        what = f"{kind.value} picture of {size.width} x {size.height}"
+        taken = partial(picture_of, claimed=size)
+        return self._decode(data, _Job(index, what, task, ceiling, ceiling.seconds, Pixels, taken))
 
-        Raises:
-            MediaError: damaged or cut off, or over a ceiling; ``index`` names the item.
-            MediaUnavailable: the process could not be had, or was killed from outside.
-            Internal: it does not start.
-        """
-        with self._lock:
-            return self._decode(index, data, admitted, options)
+    def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
+        """The chosen frames of a video, where the process wrote them."""
+        ceiling = file_ceiling(len(data), self._limits, self._config)
+        seconds = most_clip_seconds(len(data), self._limits, self._config)
+        taken = partial(clip_of, sampling=sampling, fit=fit, limits=self._limits)
+        task = ClipTask(len(data), sampling, fit)
+        return self._decode(data, _Job(index, "video", task, ceiling, seconds, Frames, taken))
+
+    def sound(
+        self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
+    ) -> Sound:
+        """The samples of a sound, where the process wrote them."""
+        ceiling = file_ceiling(len(data), self._limits, self._config)
+        seconds = most_sound_seconds(len(data), self._limits, self._config)
+        window = window_length(window_seconds, rate)
+        taken = partial(sound_of, rate=rate, window=window, limits=self._limits)
+        task = SoundTask(len(data), rate, of_film)
+        return self._decode(data, _Job(index, "sound", task, ceiling, seconds, Samples, taken))
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
             self._end()
 
-    def _decode(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        ceiling = decode_ceiling(admitted.size.pixels, len(data), self._config)
-        task = Task(admitted.kind, admitted.size, len(data), *ceiling, options.background)
-        try:
-            channel = self._send(task, data)
-        except OSError as error:
-            reason = f"no process can be had to decode it: {error}; retry later"
-            raise MediaUnavailable(index, reason, Stage.DECODE) from error
-        try:
-            return self._receive(channel, index, admitted, ceiling)
-        except TimeoutError:
-            self._fault(kill=True)
-            reason = f"not decoded within {ceiling.seconds * PATIENCE:.0f} s: this machine is busy; retry later"
-            raise MediaUnavailable(index, reason, Stage.DECODE) from None
-        except OSError:
-            raise _death(index, self._fault(), admitted, ceiling) from None
-        except (ValueError, struct.error) as error:
-            self._fault(kill=True)  # whatever answers there is not what was started
-            raise MediaError(index, f"its decoder answers with no picture: {error}", Stage.DECODE) from error
+    def _decode(self, data: bytes, job: _Job[Done, Decoded]) -> Decoded:
+        with self._lock:
+            try:
+                channel = self._send(job, data)
+            except OSError as error:
+                reason = f"no process can be had to decode it: {error}; retry later"
+                raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
+            return self._answer(channel, job)
 
-    def _send(self, task: Task, data: bytes) -> socket.socket:
+    def _send(self, job: _Job[Done, Decoded], data: bytes) -> socket.socket:
         """Hand a task over, to a new process where the old one is found gone."""
-        descriptor = os.memfd_create("picture", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("encoded", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(data)
             for last in (False, True):
                 channel = self._running()
                 try:
-                    socket.send_fds(channel, [task.pack()], [descriptor])
-                    break
+                    socket.send_fds(channel, [pack(job.task)], [descriptor])
+                    return channel
                 except OSError:
                     self._fault()
                     if last:
                         raise
-            channel.settimeout(task.seconds * PATIENCE)
-            return channel
+            raise AssertionError("the second try returns or raises")
         finally:
             os.close(descriptor)
 
-    def _receive(self, channel: socket.socket, index: int, admitted: Admitted, ceiling: Ceiling) -> Picture:
-        message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+    def _answer(self, channel: socket.socket, job: _Job[Done, Decoded]) -> Decoded:
+        """What was decoded, or why there is nothing."""
+        seconds = job.ceiling.seconds
         try:
-            if not message:
-                raise ConnectionError("the process is gone")
-            answer = Answer.unpack(message)
-            if answer.outcome is Outcome.DONE:
-                return Picture(_map(answer, admitted, descriptors))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        if answer.outcome is Outcome.MEMORY:
-            self._fault()  # what ran out of memory in its middle is not asked again
-            raise MediaError(index, _too_much(admitted, ceiling), Stage.LIMIT)
-        raise MediaError(index, answer.reason, Stage.DECODE)
+            for _ in range(2):
+                channel.settimeout(seconds * PATIENCE)
+                with _received(channel) as reply:
+                    if not isinstance(reply.answer, Working):
+                        return self._taken(reply, job)
+                    seconds = min(reply.answer.seconds, job.most_seconds)
+            raise ValueError("it says twice that it works")
+        except TimeoutError:
+            self._fault(kill=True)
+            reason = f"not decoded within {seconds * PATIENCE:.0f} s: this machine is busy; retry later"
+            raise MediaUnavailable(job.index, reason, Stage.DECODE) from None
+        except OSError:
+            raise _death(job, self._fault(), seconds) from None
+        except ValueError as error:
+            self._fault(kill=True)  # whatever answers there is not what was started
+            raise MediaError(job.index, f"its decoder gives no sane answer: {error}", Stage.DECODE) from error
+
+    def _taken(self, reply: _Reply, job: _Job[Done, Decoded]) -> Decoded:
+        """What was decoded, or why there is nothing.
+
+        Raises:
+            ValueError: the answer is none to this task.
+        """
+        answer = reply.answer
+        if isinstance(answer, job.answer) and len(reply.descriptors) == 1:
+            return job.taken(answer, reply.descriptors[0])
+        if isinstance(answer, OutOfMemory):
+            self._fault(kill=True)  # what ran out of memory in its middle is not asked again
+            what = f"decoding this {job.what} takes more than {job.ceiling.memory >> 20} MiB (--decode-memory-bytes)"
+            raise MediaError(job.index, what, Stage.LIMIT)
+        if isinstance(answer, Failed):
+            reason = "".join(letter for letter in answer.reason if letter.isprintable())
+            raise MediaError(job.index, reason, answer.stage)
+        raise ValueError(f"{type(answer).__name__} with {len(reply.descriptors)} descriptors for a {job.what}")
 
     def _running(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
@@ -155,11 +232,10 @@ class DecodeProcess:
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [str(number) for number in (theirs.fileno(), self._most.memory, self._output)]
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "triptych.media.decode_process", *words],
+                    [sys.executable, "-W", "ignore", "-m", "triptych.media.decode_process", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -168,9 +244,9 @@ class DecodeProcess:
                 )
             self.starts += 1
             ours.settimeout(START_SECONDS)
-            if not _is_ready(ours):
+            if not _is_ready(ours, Settings(self._limits, self._config)):
                 self._end()
-                raise Internal("the process that decodes pictures does not start; its own message is in the log")
+                raise Internal("the process that decodes media does not start; its own message is in the log")
         except BaseException:
             ours.close()
             raise
@@ -195,49 +271,48 @@ class DecodeProcess:
         return process.wait()
 
 
-def _is_ready(channel: socket.socket) -> bool:
+class _Reply(NamedTuple):
+    """One message of the process."""
+
+    answer: Answer
+    descriptors: list[int]
+    """Closed when it has been looked at."""
+
+
+@contextlib.contextmanager
+def _received(channel: socket.socket) -> Iterator[_Reply]:
+    """The next message.
+
+    Raises:
+        ValueError: it is none.
+        OSError: there is none: the process is gone, or late.
+    """
+    message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        return channel.recv(len(READY)) == READY
-    except OSError:
+        if not message:
+            raise ConnectionError("the process is gone")
+        yield _Reply(unpack_answer(message), descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _is_ready(channel: socket.socket, settings: Settings) -> bool:
+    try:
+        channel.send(pack(settings))
+        with _received(channel) as reply:
+            return isinstance(reply.answer, Ready)
+    except (OSError, ValueError):
         return False
 
 
-def _map(answer: Answer, admitted: Admitted, descriptors: list[int]) -> npt.NDArray[np.uint8]:
-    """The pixels as they lie in the process's memory: it cannot change them, or take them away, any more.
-
-    Raises:
-        ValueError: they are not what was asked for.
-    """
-    width, height = answer.size
-    start = len(pixels_header(answer.size))
-    length = start + width * height * _CHANNELS
-    if not 0 < answer.size.pixels <= admitted.size.pixels or len(descriptors) != 1:
-        raise ValueError(f"{len(descriptors)} descriptors for {width} x {height} pixels")
-    try:
-        sealed = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError:
-        sealed = False  # no memory of its own, but some other file
-    if not sealed or os.fstat(descriptors[0]).st_size != length:
-        raise ValueError("the descriptor is not of a picture")
-    pages = mmap.mmap(descriptors[0], length, mmap.MAP_SHARED, mmap.PROT_READ)
-    return np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, _CHANNELS)
-
-
-def _death(index: int, status: int, admitted: Admitted, ceiling: Ceiling) -> MediaError:
+def _death(job: _Job[Done, Decoded], status: int, seconds: float) -> MediaError:
     """Why there is no answer."""
     if status == -signal.SIGPROF:
-        reason = f"{_what(admitted)} took more than {ceiling.seconds:.1f} s of processor time (--decode-seconds)"
-        return MediaError(index, reason, Stage.LIMIT)
+        reason = f"decoding this {job.what} took more than {seconds:.1f} s of processor time (--decode-seconds)"
+        return MediaError(job.index, reason, Stage.LIMIT)
     if status == -signal.SIGKILL:
         reason = "the process that decoded it was killed, perhaps for want of memory; retry later"
-        return MediaUnavailable(index, reason, Stage.DECODE)
+        return MediaUnavailable(job.index, reason, Stage.DECODE)
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return MediaError(index, f"damaged {admitted.kind.value} picture: its decoder crashed ({how})", Stage.DECODE)
-
-
-def _too_much(admitted: Admitted, ceiling: Ceiling) -> str:
-    return f"{_what(admitted)} takes more than {ceiling.memory >> 20} MiB (--decode-memory-bytes)"
-
-
-def _what(admitted: Admitted) -> str:
-    return f"decoding this {admitted.kind.value} picture of {admitted.size.width} x {admitted.size.height}"
+    return MediaError(job.index, f"damaged {job.what}: its decoder crashed ({how})", Stage.DECODE)

@@ -1,98 +1,175 @@
-"""What an engine and its decode processes say to each other: fixed layouts, one message each, at most one descriptor.
+"""What an engine and its decode processes say to each other: one message each, at most one descriptor with it.
 
-    engine -> process    Task, with a descriptor of the encoded bytes
-    process -> engine    Answer, with a descriptor of the pixels where there are some
+    engine -> process    Settings                        once
+    process -> engine    Ready                           once
+    engine -> process    Task                            with a descriptor of the encoded bytes
+    process -> engine    Working                         of a video or a sound, once it is known what it needs
+                         Pixels, Frames, Samples         with a descriptor of what was decoded
+                         Failed, OutOfMemory             in their place
 
-Neither end believes the other's descriptors: the process reads the length that it was told, and the engine asks for
-seals that keep the pixels as they are.
+Messages are strict: a field too many, one too few or one of another type is none. Neither end believes the other's
+descriptors: the process reads the length that it was told, and the engine (decode_answers.py) asks for seals that keep
+what was decoded as it is, and for exactly the bytes that the numbers come to:
+
+    Pixels     a PPM file: a line of text, then [height, width, 3] bytes
+    Frames     [frames, height, width, 3] bytes, then indices, [frames] int64, then timestamps, [frames] float64
+    Samples    [samples] float32
 """
 
 from __future__ import annotations
 
-import enum
-import struct
-from typing import NamedTuple
+from typing import Annotated
 
-from triptych.media.header import Format, Size
+import msgspec
 
-READY = b"\x01"
-"""What a process says when it can be used."""
-MAX_MESSAGE = 1024
+# Messages are made of these: they are looked up when the decoders below are built.
+from triptych.core.clip import FrameFit, FrameSampling  # noqa: TC001
+from triptych.core.config import DecodeConfig, MediaLimits  # noqa: TC001
+from triptych.core.media import Stage  # noqa: TC001
+from triptych.media.header import Format  # noqa: TC001
+
+MAX_MESSAGE = 4096
 """Bytes of the longest message."""
 MAX_REASON = 800
 """Bytes of the longest reason."""
+CHANNELS = 3
+INDEX, TIMESTAMP, SAMPLE = "<i8", "<f8", "<f4"
+"""Numbers as they stand in what was decoded."""
 
-_KINDS = tuple(Format)
-_TASK = struct.Struct("<BIIQQd3B")
-_ANSWER = struct.Struct("<BII")
+Side = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
-class Task(NamedTuple):
-    """One picture to decode, and what that may take."""
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Any of them."""
 
-    kind: Format
-    size: Size
-    """What its header claims."""
+
+class Settings(_Message, frozen=True):
+    """What the process is held to for good."""
+
+    limits: MediaLimits
+    config: DecodeConfig
+
+
+class PictureTask(_Message, frozen=True, tag="picture"):
+    """A picture to decode."""
+
     length: int
     """Encoded bytes."""
-    memory: int
-    """Bytes on top of what the process has when it begins with it."""
-    seconds: float
-    """Of processor time."""
+    kind: Format
+    width: int
+    """As its header claims; likewise the height."""
+    height: int
     background: tuple[int, int, int]
 
-    def pack(self) -> bytes:
-        """As a message."""
-        kind = _KINDS.index(self.kind)
-        return _TASK.pack(kind, *self.size, self.length, self.memory, self.seconds, *self.background)
 
-    @classmethod
-    def unpack(cls, message: bytes) -> Task:
-        """From a message.
+class ClipTask(_Message, frozen=True, tag="clip"):
+    """A video of which frames are to be decoded."""
 
-        Raises:
-            struct.error: of another length.
-        """
-        kind, width, height, length, memory, seconds, *background = _TASK.unpack(message)
-        red, green, blue = background
-        return cls(_KINDS[kind], Size(width, height), length, memory, seconds, (red, green, blue))
+    length: int
+    sampling: FrameSampling
+    fit: FrameFit | None
 
 
-class Outcome(enum.IntEnum):
-    """How a task ended."""
+class SoundTask(_Message, frozen=True, tag="sound"):
+    """A sound to decode."""
 
-    DONE = 0
-    """The descriptor holds the pixels."""
-    DAMAGED = 1
-    """The bytes are no good picture."""
-    MEMORY = 2
+    length: int
+    rate: int
+    """Samples a second that the model hears."""
+    of_film: bool
+
+
+Task = PictureTask | ClipTask | SoundTask
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """The process can be used."""
+
+
+class Working(_Message, frozen=True, tag="working"):
+    """The file is read as far as its packets; the rest may take so many seconds of processor time."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Pixels(_Message, frozen=True, tag="pixels"):
+    """A picture."""
+
+    width: Side
+    height: Side
+
+
+class Frames(_Message, frozen=True, tag="frames"):
+    """The chosen frames of a video, and what their plan says of the whole."""
+
+    frames: Count
+    height: Side
+    width: Side
+    fps: float
+    total: Count
+    duration: float
+
+
+class Samples(_Message, frozen=True, tag="samples"):
+    """A sound."""
+
+    samples: Count
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """The bytes are no good item, or over a limit."""
+
+    stage: Stage
+    reason: str
+
+
+class OutOfMemory(_Message, frozen=True, tag="memory"):
     """The limit of memory was met."""
 
 
-class Answer(NamedTuple):
-    """What became of a task."""
+Answer = Ready | Working | Pixels | Frames | Samples | Failed | OutOfMemory
 
-    outcome: Outcome
-    size: Size = Size(0, 0)
-    """Of the upright picture."""
-    reason: str = ""
-
-    def pack(self) -> bytes:
-        """As a message."""
-        return _ANSWER.pack(self.outcome, *self.size) + self.reason.encode()[:MAX_REASON]
-
-    @classmethod
-    def unpack(cls, message: bytes) -> Answer:
-        """From a message.
-
-        Raises:
-            struct.error: too short.
-            ValueError: no such outcome.
-        """
-        outcome, width, height = _ANSWER.unpack_from(message)
-        return cls(Outcome(outcome), Size(width, height), message[_ANSWER.size :].decode(errors="replace"))
+_settings = msgspec.msgpack.Decoder(Settings)
+_tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def pixels_header(size: Size) -> bytes:
-    """What stands before the pixels in their descriptor, three bytes for each: the file is a PPM."""
-    return b"P6\n%d %d\n255\n" % size
+def pack(message: Settings | Task | Answer) -> bytes:
+    """As bytes; a reason is cut where it is too long."""
+    if isinstance(message, Failed):
+        short = message.reason.encode(errors="replace")[:MAX_REASON].decode(errors="ignore")
+        message = Failed(message.stage, short)
+    return msgspec.msgpack.encode(message)
+
+
+def unpack_settings(message: bytes) -> Settings:
+    """From bytes.
+
+    Raises:
+        ValueError: they are no such message.
+    """
+    return _settings.decode(message)
+
+
+def unpack_task(message: bytes) -> Task:
+    """From bytes.
+
+    Raises:
+        ValueError: they are no such message.
+    """
+    return _tasks.decode(message)
+
+
+def unpack_answer(message: bytes) -> Answer:
+    """From bytes.
+
+    Raises:
+        ValueError: they are no such message.
+    """
+    return _answers.decode(message)
+
+
+def pixels_header(width: int, height: int) -> bytes:
+    """What stands before the pixels in their descriptor: the file is a PPM."""
+    return b"P6\n%d %d\n255\n" % (width, height)

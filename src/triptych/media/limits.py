@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from triptych.core.errors import InvalidRequest, MediaError
 from triptych.core.media import Stage
 
 if TYPE_CHECKING:
-    from triptych.core.config import DecodeConfig, MediaLimits
+    from triptych.core.config import MediaLimits
 
-_PIXEL_MEMORY = 32
-"""Bytes for each pixel: half as much again as the greediest decoder takes with the normaliser (WebP with alpha: 20)."""
-_BYTE_MEMORY = 4
-"""Bytes for each encoded byte: decoders copy their input up to three times."""
-_PIXELS_A_SECOND = 8_000_000
-"""Pixels for which the seconds of a picture are granted once more."""
-_BYTES_A_SECOND = 64 * 1024 * 1024
-"""Encoded bytes, likewise."""
+MAX_CHANNELS = 8
+"""Of a sound."""
+SOUND_RATES = (4_000, 192_000)
+"""Samples a second that are read, and that a model may hear."""
 
 
 def check_item_count(count: int, limits: MediaLimits) -> None:
@@ -40,29 +36,25 @@ def check_item_bytes(index: int, size: int, limits: MediaLimits) -> None:
         raise MediaError(index, f"{size} bytes; at most {limits.max_item_bytes} (--max-item-bytes)", Stage.LIMIT)
 
 
-class Ceiling(NamedTuple):
-    """What decoding one picture may take of a process."""
-
-    memory: int
-    """Bytes, on top of what the process has when it begins with it."""
-    seconds: float
-    """Of processor time."""
-
-
-def decode_ceiling(pixels: int, size: int, config: DecodeConfig) -> Ceiling:
-    """A ceiling for a picture of that many pixels and encoded bytes: no honest one comes near, no other goes beyond."""
-    return Ceiling(
-        config.decode_memory_bytes + pixels * _PIXEL_MEMORY + size * _BYTE_MEMORY,
-        config.decode_seconds * (1 + pixels / _PIXELS_A_SECOND + size / _BYTES_A_SECOND),
-    )
-
-
 class RequestBudget:
-    """Counts one request's pixels against its limits. Belongs to one thread."""
+    """Counts one request's bytes and pixels against its limits. Belongs to one thread."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
+        self._bytes = 0
         self._pixels = 0
+
+    def take_bytes(self, index: int, size: int) -> None:
+        """Count an item of so many encoded bytes.
+
+        Raises:
+            MediaError: the request with it is over the limit; names the limit's flag.
+        """
+        most = self.limits.max_request_bytes
+        if self._bytes + size > most:
+            what = f"the request's media have {self._bytes + size} bytes up to here"
+            raise MediaError(index, f"{what}; at most {most} (--max-request-bytes)", Stage.LIMIT)
+        self._bytes += size
 
     def take_picture(self, index: int, width: int, height: int) -> None:
         """Count a picture whose header says ``width`` x ``height``; call it before its pixels are decoded.
@@ -70,19 +62,20 @@ class RequestBudget:
         Raises:
             MediaError: the picture, or the request with it, is over a limit; names the limit's flag.
         """
-        limits = self.limits
-        pixels = width * height
-        if pixels > limits.max_item_pixels:
-            raise MediaError(
-                index,
-                f"{width} x {height} is {pixels} pixels; at most {limits.max_item_pixels} (--max-item-pixels)",
-                Stage.LIMIT,
-            )
-        if self._pixels + pixels > limits.max_request_pixels:
-            raise MediaError(
-                index,
-                f"the request's pictures have {self._pixels + pixels} pixels up to here; "
-                f"at most {limits.max_request_pixels} (--max-request-pixels)",
-                Stage.LIMIT,
-            )
+        pixels, most = width * height, self.limits.max_item_pixels
+        if pixels > most:
+            what = f"{width} x {height} is {pixels} pixels; at most {most} (--max-item-pixels)"
+            raise MediaError(index, what, Stage.LIMIT)
+        self.take_pixels(index, pixels)
+
+    def take_pixels(self, index: int, pixels: int) -> None:
+        """Count pixels that no header told of: those of a video's frames, or of a picture that is made larger.
+
+        Raises:
+            MediaError: the request with them is over the limit; names the limit's flag.
+        """
+        most = self.limits.max_request_pixels
+        if self._pixels + pixels > most:
+            what = f"the request's pictures and videos have {self._pixels + pixels} pixels up to here"
+            raise MediaError(index, f"{what}; at most {most} (--max-request-pixels)", Stage.LIMIT)
         self._pixels += pixels

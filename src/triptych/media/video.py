@@ -13,8 +13,9 @@ on display at that moment.
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
@@ -36,7 +37,7 @@ from triptych.media.containers import VIDEO_CONTAINERS
 from triptych.media.frame_plan import Timeline, on_display, plan_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
     from av.container import InputContainer
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
     from triptych.core.clip import FrameFit, FramePlan, FrameSampling
     from triptych.core.config import MediaLimits
+
+    Frame = npt.NDArray[np.uint8]
+    """Shape [height, width, 3]."""
 
 _WHITE = (255, 255, 255, 255)
 _PALETTE = "pal8"
@@ -64,10 +68,51 @@ class _Film:
     """Whether frames are told apart by their order: the container keeps no time of showing."""
 
 
-def decode_clip(
+class Decoded(NamedTuple):
+    """What became of a clip whose frames were kept as they came."""
+
+    plan: FramePlan
+    """Of the frames that they turned out to be."""
+    size: FrameSize
+    """Of each of them, as they were kept."""
+
+
+class OpenClip:
+    """A video whose packets are read and of which nothing is decoded yet; see ``open_clip``."""
+
+    def __init__(
+        self, film: _Film, plan: FramePlan, pixels: int, decoded: Iterator[tuple[int, VideoFrame]], reel: _Reel
+    ) -> None:
+        self._film = film
+        self._plan = plan
+        self._decoded = decoded
+        self._reel = reel
+        self.pixels = pixels
+        """Of the frames that have to be decoded, as the file claims them."""
+
+    def decode(self, keep: Callable[[Frame], object]) -> Decoded:
+        """Decode once; hands on each chosen frame as it comes, [height, width, 3], which is nobody's after.
+
+        Raises:
+            MediaError: damaged, over a limit, or without some of its frames.
+        """
+        film, reel, places = self._film, self._reel, []
+        wanted = [int(film.ticks[place]) for place in self._plan.indices]
+        for tick, frame in on_display(wanted, self._decoded):
+            place = int(np.searchsorted(film.ticks, tick, side="right")) - 1
+            if frame.is_corrupt:
+                when = f"{film.timeline.times[place]:.2f}"
+                raise MediaError(reel.index, f"damaged: its frame at {when} s is incomplete", Stage.DECODE)
+            keep(reel.fitted(frame))
+            places.append(place)
+        return Decoded(film.timeline.plan(np.array(places)), reel.size(len(places)))
+
+
+@contextmanager
+def open_clip(
     index: int, data: bytes, sampling: FrameSampling, limits: MediaLimits, fit: FrameFit | None = None
-) -> Clip:
-    """Choose frames of a video and decode them, upright and flattened on white.
+) -> Iterator[OpenClip]:
+    """Open a video and choose frames; whatever goes wrong inside the block is a MediaError too.
 
     Args:
         index: Of the item in its request.
@@ -90,23 +135,21 @@ def decode_clip(
         if film.timeline.duration > limits.max_clip_seconds:
             raise _over(index, f"{film.timeline.duration:.1f} seconds", limits.max_clip_seconds, "clip-seconds")
         plan = plan_frames(film.timeline, sampling, limits.max_clip_frames)
-        _check_work(index, (plan.indices[-1] + 1) * size.height * size.width, limits)
+        pixels = (plan.indices[-1] + 1) * size.height * size.width
+        _check_work(index, pixels, limits)
         start_decoder(stream.codec_context, limits)
         decoded = _decoded(index, film, stream, limits)
-        return _decode(index, film, plan, decoded, _Reel(index, len(plan.indices), limits, fit))
+        yield OpenClip(film, plan, pixels, decoded, _Reel(index, len(plan.indices), limits, fit))
 
 
-def _decode(index: int, film: _Film, plan: FramePlan, decoded: Iterator[tuple[int, VideoFrame]], reel: _Reel) -> Clip:
-    """The planned frames; and the plan again, of the frames that they turned out to be."""
-    places: list[int] = []
-    for tick, frame in on_display([int(film.ticks[place]) for place in plan.indices], decoded):
-        place = int(np.searchsorted(film.ticks, tick, side="right")) - 1
-        if frame.is_corrupt:
-            when = f"{film.timeline.times[place]:.2f}"
-            raise MediaError(index, f"damaged: its frame at {when} s is incomplete", Stage.DECODE)
-        reel.add(frame)
-        places.append(place)
-    return Clip(reel.frames(), film.timeline.plan(np.array(places)))
+def decode_clip(
+    index: int, data: bytes, sampling: FrameSampling, limits: MediaLimits, fit: FrameFit | None = None
+) -> Clip:
+    """Choose frames of a video and decode them, upright and flattened on white. Arguments and errors: ``open_clip``."""
+    frames: list[Frame] = []
+    with open_clip(index, data, sampling, limits, fit) as clip:
+        plan = clip.decode(lambda frame: frames.append(frame.copy())).plan
+    return Clip(np.stack(frames), plan)
 
 
 def _over(index: int, value: str, limit: int, flag: str) -> MediaError:
@@ -185,69 +228,72 @@ def _frames(film: _Film, stream: VideoStream) -> Iterator[VideoFrame]:
 
 
 class _Reel:
-    """Collects the chosen frames, converted, in room made once the first of them has shown its size."""
+    """Turns decoded frames into those that are kept, all of one size, known once the first of them has shown its own.
+
+    Args:
+        index: Of the item in its request.
+        count: Frames that are kept.
+        limits: Checked as frames come.
+        fit: As in ``open_clip``.
+    """
 
     def __init__(self, index: int, count: int, limits: MediaLimits, fit: FrameFit | None) -> None:
-        self._index = index
+        self.index = index
         self._count = count
         self._limits = limits
         self._fit = fit
-        self._room: npt.NDArray[np.uint8] | None = None
-        self._filled = 0
+        self._size: FrameSize | None = None
 
-    def add(self, frame: VideoFrame) -> None:
-        """Convert one frame and keep it; the decoder's own memory is free again after.
+    def fitted(self, frame: VideoFrame) -> Frame:
+        """One frame, converted, upright and resized.
 
         Raises:
             MediaError: frames of this shape cannot be used, or are too many pixels.
         """
         picture = _upright(_rgb(frame), frame)
-        if self._room is None:
-            self._room = self._make_room(FrameSize(*picture.shape[:2]))
-        self._room[self._filled] = self._resized(picture, FrameSize(*self._room.shape[1:3]))
-        self._filled += 1
+        if self._size is None:
+            self._size = self._chosen(FrameSize(*picture.shape[:2]))
+        if picture.shape[:2] == self._size:
+            return picture
+        resample = Image.Resampling.BICUBIC if self._fit is None else Image.Resampling(self._fit.resample)
+        size = (self._size.width, self._size.height)
+        return np.asarray(Image.fromarray(picture).resize(size, resample=resample))
 
-    def frames(self) -> npt.NDArray[np.uint8]:
-        """Shape [frames, height, width, 3].
+    def size(self, kept: int) -> FrameSize:
+        """Of all frames, of which so many came.
 
         Raises:
-            MediaError: some of the frames did not come.
+            MediaError: some are missing.
         """
-        if self._room is None or self._filled < self._count:
-            what = f"damaged or cut off: {self._filled} of {self._count} chosen frames could be decoded"
-            raise MediaError(self._index, what, Stage.DECODE)
-        return self._room
+        if self._size is None or kept < self._count:
+            what = f"damaged or cut off: {kept} of {self._count} chosen frames could be decoded"
+            raise MediaError(self.index, what, Stage.DECODE)
+        return self._size
 
-    def _make_room(self, source: FrameSize) -> npt.NDArray[np.uint8]:
+    def _chosen(self, source: FrameSize) -> FrameSize:
         size = source
         if self._fit is not None:
             try:
                 size = self._fit.size(self._count, source)
             except ValueError as error:
-                raise MediaError(self._index, str(error), Stage.PREPROCESS) from error
+                raise MediaError(self.index, str(error), Stage.PREPROCESS) from error
         pixels = self._count * size.height * size.width
         if pixels > self._limits.max_clip_pixels:
             what = f"{self._count} frames of {size.width} x {size.height} are {pixels} pixels"
-            raise _over(self._index, what, self._limits.max_clip_pixels, "clip-pixels")
-        return np.empty((self._count, *size, 3), dtype=np.uint8)
-
-    def _resized(self, picture: npt.NDArray[np.uint8], size: FrameSize) -> npt.NDArray[np.uint8]:
-        if picture.shape[:2] == size:
-            return picture
-        resample = Image.Resampling.BICUBIC if self._fit is None else Image.Resampling(self._fit.resample)
-        return np.asarray(Image.fromarray(picture).resize((size.width, size.height), resample=resample))
+            raise _over(self.index, what, self._limits.max_clip_pixels, "clip-pixels")
+        return size
 
 
-def _rgb(frame: VideoFrame) -> npt.NDArray[np.uint8]:
+def _rgb(frame: VideoFrame) -> Frame:
     """[height, width, 3], what is transparent on white."""
     if frame.format.name == _PALETTE or any(component.is_alpha for component in frame.format.components):
-        layer = Image.fromarray(cast("npt.NDArray[np.uint8]", frame.to_ndarray(format="rgba", threads=1)))
+        layer = Image.fromarray(cast("Frame", frame.to_ndarray(format="rgba", threads=1)))
         flat = Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer)
         return np.asarray(flat.convert("RGB"))
-    return cast("npt.NDArray[np.uint8]", frame.to_ndarray(format="rgb24", threads=1))
+    return cast("Frame", frame.to_ndarray(format="rgb24", threads=1))
 
 
-def _upright(picture: npt.NDArray[np.uint8], frame: VideoFrame) -> npt.NDArray[np.uint8]:
+def _upright(picture: Frame, frame: VideoFrame) -> Frame:
     """Turned and mirrored as the file's display matrix says, to the nearest quarter turn.
 
     The matrix sends the stored place (x, y) to (a x + c y, b x + d y), with a, b, c, d at 0, 1, 3 and 4 of nine.

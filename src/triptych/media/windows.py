@@ -19,3 +19,8 @@ def plan_windows(samples: int, window: int | None) -> tuple[Window, ...]:
     """
     length = samples if window is None else window
     return tuple(Window(start, min(length, samples - start)) for start in range(0, samples, length))
+
+
+def window_length(seconds: float | None, rate: int) -> int | None:
+    """Samples that a model hears at a time; None where it hears any length."""
+    return None if seconds is None else max(1, round(seconds * rate))

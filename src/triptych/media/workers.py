@@ -1,12 +1,13 @@
-"""Where pictures are decoded: a few workers, a bounded queue for them, and whoever waits.
+"""Where media are decoded: a few workers, a bounded queue for them, and whoever waits.
 
-    decode   limits -> a place in the queue -> a worker's turn -> pixels
+    picture, clip, sound -> a place in the queue -> a worker's turn -> pixels, frames, samples
 
-A worker belongs to the work: who stops waiting for a picture that is being decoded leaves the worker to it until it
-ends. A place in the queue belongs to the caller: who leaves gives it back at once.
+A place in the queue belongs to the caller: who leaves gives it back at once. A worker belongs to the work: who stops
+waiting for what is being decoded is let go when that has ended, so that whatever the caller holds for it is held as
+long as the work takes.
 
-Every picture goes to a process, however small: handing it over costs 0.2 ms, a hostile one is no larger than others,
-and packing the pixels straight into memory that the engine maps is cheaper than what a thread does with them.
+Every item goes to a process, however small: handing it over costs 0.2 ms, a hostile one is no larger than others, and
+what is decoded straight into memory that the engine maps is cheaper than what a thread does with it.
 """
 
 from __future__ import annotations
@@ -15,24 +16,30 @@ import asyncio
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from triptych.core.errors import Draining, Overloaded
-from triptych.media.decode import admit_picture, decode_here
 from triptych.media.decode_host import DecodeProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from triptych.core.clip import Clip, FrameFit, FrameSampling
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
+    from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
-    from triptych.media.limits import RequestBudget
+
+Decoded = TypeVar("Decoded")
 
 
-class PictureWorker(Protocol):
-    """Decodes one picture at a time. Every method may block."""
+class MediaWorker(Protocol):
+    """Decodes one item at a time. Every method may block.
+
+    What decodes raises MediaError where the item is damaged, cut off, or over a limit or a ceiling, and
+    MediaUnavailable where the worker could not do it just now; ``index`` names the item.
+    """
 
     starts: int
     """How often something was started to decode in."""
@@ -40,20 +47,25 @@ class PictureWorker(Protocol):
     """How often it had to be given up, or ended by itself."""
 
     def start(self) -> None:
-        """Be ready before the first picture.
+        """Be ready before the first item.
 
         Raises:
             Internal: it cannot be.
         """
         ...
 
-    def decode(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        """The pixels of an admitted picture.
+    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+        """The pixels of an admitted picture."""
+        ...
 
-        Raises:
-            MediaError: damaged or cut off, or over a ceiling; ``index`` names the item.
-            MediaUnavailable: the worker could not do it just now.
-        """
+    def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
+        """The chosen frames of a video."""
+        ...
+
+    def sound(
+        self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
+    ) -> Sound:
+        """The samples of a sound."""
         ...
 
     def close(self) -> None:
@@ -61,32 +73,9 @@ class PictureWorker(Protocol):
         ...
 
 
-class InProcess:
-    """A worker without a process or ceilings, for tests."""
-
-    def __init__(self) -> None:
-        self.starts = 0
-        self.deaths = 0
-
-    def start(self) -> None:
-        """Nothing to do."""
-
-    def decode(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        """The pixels, decoded by the calling thread.
-
-        Raises:
-            MediaError: damaged or cut off; ``index`` names the item.
-            MediaUnavailable: there is not enough memory.
-        """
-        return decode_here(index, data, admitted, options)
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeStatistics:
-    """Workers, the queue for them, and what became of pictures."""
+    """Workers, the queue for them, and what became of items."""
 
     workers: int
     busy: int
@@ -98,31 +87,34 @@ class DecodeStatistics:
     abandoned: int
     """Left the queue before their turn, or were decoded for nobody."""
     bytes_held: int
-    """Encoded bytes of the pictures that wait or are being decoded."""
+    """Encoded bytes of the items that wait or are being decoded."""
     starts: int
     deaths: int
 
 
-class PicturePool:
+class MediaPool:
     """First come, first served. Belongs to one event loop.
+
+    What decodes raises MediaError where the item is damaged, cut off, or over a limit or a ceiling, MediaUnavailable
+    where it could not be decoded just now, Overloaded where the queue is full, and Draining where the pool is closed.
 
     Args:
         workers: what decodes; closed with the pool.
-        max_waiting: pictures that may wait for one.
+        max_waiting: items that may wait for one.
     """
 
-    def __init__(self, workers: Sequence[PictureWorker], max_waiting: int) -> None:
+    def __init__(self, workers: Sequence[MediaWorker], max_waiting: int) -> None:
         self._workers = tuple(workers)
         self._idle = list(workers)
         self._max_waiting = max_waiting
-        self._queue: deque[asyncio.Future[PictureWorker]] = deque()
+        self._queue: deque[asyncio.Future[MediaWorker]] = deque()
         self._threads = ThreadPoolExecutor(len(workers), thread_name_prefix="decode")
-        self._running: set[asyncio.Future[Picture]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._end: asyncio.Future[None] | None = None
         self._counts = dict.fromkeys(("decoded", "failed", "refused", "abandoned", "bytes_held"), 0)
 
     async def start(self) -> None:
-        """Have all workers ready before the first picture.
+        """Have all workers ready before the first item.
 
         Raises:
             Internal: one cannot be.
@@ -130,31 +122,34 @@ class PicturePool:
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(self._threads, worker.start) for worker in self._workers))
 
-    async def decode(self, index: int, data: bytes, budget: RequestBudget, options: PictureOptions) -> Picture:
-        """Decode, turn upright and flatten one picture; of an animation the first frame.
+    async def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+        """Decode, turn upright and flatten one picture that was admitted; of an animation the first frame."""
+        return await self._decode(data, lambda worker: worker.picture(index, data, admitted, options))
 
-        Raises:
-            MediaError: empty, not a supported picture, damaged, cut off, or over a limit; ``index`` names the item.
-            MediaUnavailable: it could not be decoded just now.
-            Overloaded: the queue is full.
-            Draining: the pool is closed.
+    async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
+        """Choose frames of a video and decode them, upright and flattened on white.
+
+        Args:
+            index: Of the item in its request.
+            data: The file.
+            sampling: Which frames are asked for.
+            fit: Resizes each frame as it is decoded; without it frames keep the size of the first one.
         """
-        self._check_open()
-        admitted = admit_picture(index, data, budget)
-        self._counts["bytes_held"] += len(data)
-        try:
-            worker = await self._turn()
-        except BaseException:
-            self._counts["bytes_held"] -= len(data)
-            raise
-        work = asyncio.get_running_loop().run_in_executor(self._threads, worker.decode, index, data, admitted, options)
-        self._running.add(work)
-        work.add_done_callback(lambda done: self._finished(done, worker, len(data)))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._counts["abandoned"] += 1
-            raise
+        return await self._decode(data, lambda worker: worker.clip(index, data, sampling, fit))
+
+    async def sound(
+        self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
+    ) -> Sound:
+        """Decode a sound to one channel.
+
+        Args:
+            index: Of the item in its request.
+            data: The file.
+            rate: Samples a second that the model hears.
+            window_seconds: What the model hears at a time; None where it hears any length.
+            of_film: Whether the sound of a video is asked for. Unasked it is an error, never a guess.
+        """
+        return await self._decode(data, lambda worker: worker.sound(index, data, rate, window_seconds, of_film=of_film))
 
     async def close(self) -> None:
         """Refuse what waits, let what runs end, then end the workers; what runs is bounded by its ceilings.
@@ -176,20 +171,38 @@ class PicturePool:
         await asyncio.gather(*(loop.run_in_executor(self._threads, worker.close) for worker in self._workers))
         self._threads.shutdown()
 
+    async def _decode(self, data: bytes, decode: Callable[[MediaWorker], Decoded]) -> Decoded:
+        self._check_open()
+        self._counts["bytes_held"] += len(data)
+        try:
+            worker = await self._turn()
+        except BaseException:
+            self._counts["bytes_held"] -= len(data)
+            raise
+        work = asyncio.get_running_loop().run_in_executor(self._threads, decode, worker)
+        self._running.add(work)
+        work.add_done_callback(lambda done: self._finished(done, worker, len(data)))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._counts["abandoned"] += 1
+            await _ended(work)
+            raise
+
     def _check_open(self) -> None:
         if self._end is not None:
             raise _closed()
 
-    async def _turn(self) -> PictureWorker:
+    async def _turn(self) -> MediaWorker:
         """A worker; hand it back."""
         if self._idle:
             return self._idle.pop()
         if len(self._queue) >= self._max_waiting:
             self._counts["refused"] += 1
             raise Overloaded(
-                f"{len(self._queue)} pictures already wait to be decoded; retry later, or raise --decode-workers"
+                f"{len(self._queue)} media items already wait to be decoded; retry later, or raise --decode-workers"
             )
-        turn: asyncio.Future[PictureWorker] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[MediaWorker] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
             worker = await turn
@@ -203,13 +216,13 @@ class PicturePool:
             raise
         return worker
 
-    def _finished(self, work: asyncio.Future[Picture], worker: PictureWorker, size: int) -> None:
+    def _finished(self, work: asyncio.Future[Decoded], worker: MediaWorker, size: int) -> None:
         self._running.discard(work)
         self._counts["bytes_held"] -= size
         self._counts["failed" if work.exception() else "decoded"] += 1
         self._give_back(worker)
 
-    def _give_back(self, worker: PictureWorker) -> None:
+    def _give_back(self, worker: MediaWorker) -> None:
         """To the first in the queue, so that nobody can overtake."""
         while self._queue:
             turn = self._queue.popleft()
@@ -230,11 +243,20 @@ class PicturePool:
         )
 
 
+async def _ended(work: asyncio.Future[Decoded]) -> None:
+    """Wait, however often the one who waits is told to leave."""
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            continue
+
+
 def _closed() -> Draining:
-    return Draining("pictures are not decoded any more: the engine is shutting down")
+    return Draining("media are not decoded any more: the engine is shutting down")
 
 
-def process_pool(limits: MediaLimits, config: DecodeConfig) -> PicturePool:
+def process_pool(limits: MediaLimits, config: DecodeConfig) -> MediaPool:
     """The workers that an engine has."""
     workers = [DecodeProcess(limits, config) for _ in range(config.decode_workers)]
-    return PicturePool(workers, config.max_waiting_pictures)
+    return MediaPool(workers, config.max_waiting_pictures)

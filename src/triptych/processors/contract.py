@@ -53,7 +53,14 @@ class Processor(Protocol):
     def encoder_input(
         self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
     ) -> EncoderInput:
-        """Resize and patch one picture; its layout's runs begin at position 0 until it is placed.
+        """Resize and patch one picture; its layout is one run from position 0 until it is placed.
+
+        Args:
+            index: Of the item in its request.
+            picture: Decoded, and on the background of the options.
+            content_key: Who the item is.
+            options: Bounds of its size; None for the model's own. A bound that is asked for moves the model's own other
+                one out of its way.
 
         Raises:
             MediaError: the picture's shape cannot be used (index names the item).
@@ -61,7 +68,7 @@ class Processor(Protocol):
         ...
 
     def frame_fit(self, options: ClipOptions) -> FrameFit:
-        """How large the frames of a video are made while it is decoded.
+        """How large the frames of a video are made while it is decoded; bounds as for pictures.
 
         Raises:
             UnsupportedFeature: the family reads no videos.
@@ -69,20 +76,31 @@ class Processor(Protocol):
         ...
 
     def clip_input(self, index: int, clip: Clip, content_key: bytes) -> EncoderInput:
-        """Patch the frames of one video, which have their size; its layout begins at position 0, and has its times.
+        """Patch the frames of one video, which have the size that ``frame_fit`` gives.
+
+        Its layout is one run from position 0, with the times that are written when it is placed: then each step of time
+        has a run of its own.
 
         Raises:
             MediaError: its shape cannot be used (index names the item).
+            UnsupportedFeature: the family reads no videos.
         """
         ...
 
     def plan(
         self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]
     ) -> tuple[PromptPlan, tuple[ItemInput, ...]]:
-        """Expand each marker into its item's rows, at token level; ids outside the spans are unchanged.
+        """Expand each marker into its item's rows, at token level; ids outside of what it becomes are unchanged.
 
-        Returns the plan, and the inputs with their layouts at their final places.
+        Returns the plan, and the inputs with their layouts at their final places. Layouts are all that is looked at.
+
+        Raises:
+            InvalidRequest: a layout that another engine made is not one of this family; naming the item.
         """
+        ...
+
+    def fold(self, plan: PromptPlan) -> npt.NDArray[np.int32]:
+        """The prompt as it was before it was expanded into the plan."""
         ...
 
     def positions(self, plan: PromptPlan) -> Positions:

@@ -1,4 +1,4 @@
-"""Token-level expansion: one marker in, one item's rows out; every other id stays as it is."""
+"""Token-level expansion: one marker in, one item's rows and what is written around them out; other ids stay."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.media import Modality
+
+
+class ItemText(NamedTuple):
+    """What replaces one marker."""
+
+    token_ids: npt.NDArray[np.int32]
+    """Read-only."""
+    runs: tuple[Run, ...]
+    """Where the item is; positions count from the first of these tokens."""
 
 
 class Expansion(NamedTuple):
@@ -51,29 +60,36 @@ def check_counts(
             raise InvalidRequest("the order of the media items is not the order of their placeholders in the prompt")
 
 
-def expand(token_ids: npt.NDArray[np.int32], markers: Sequence[int], layouts: Sequence[ItemLayout]) -> Expansion:
-    """Repeat the i-th marker over the i-th layout's span and place the layout there.
+def expand(
+    token_ids: npt.NDArray[np.int32], markers: Sequence[int], layouts: Sequence[ItemLayout], texts: Sequence[ItemText]
+) -> Expansion:
+    """Write the i-th text where the i-th marker is, and place the i-th layout there.
 
     Args:
         token_ids: Shape [un-expanded prompt].
         markers: Ids that stand for items; call :func:`check_counts` first.
         layouts: One per marker in the prompt, in order, each one unbroken stretch that begins at position 0.
+        texts: What replaces the markers.
     """
-    at = np.flatnonzero(np.isin(token_ids, list(markers)))
-    spans = np.array([layout.span for layout in layouts], dtype=np.int64)
-    repeats = np.ones(len(token_ids), dtype=np.int64)
-    repeats[at] = spans
-    expanded = np.repeat(token_ids, repeats).astype(np.int32, copy=False)
+    at = np.flatnonzero(np.isin(token_ids, list(markers))).tolist()
+    pieces: list[npt.NDArray[np.int32]] = []
+    placed: list[ItemLayout] = []
+    read, length = 0, 0
+    for marker, layout, text in zip(at, layouts, texts, strict=True):
+        start = length + marker - read
+        pieces += [token_ids[read:marker], text.token_ids]
+        placed.append(_place(layout, text, start))
+        read, length = marker + 1, start + len(text.token_ids)
+    expanded = np.concatenate([*pieces, token_ids[read:]]).astype(np.int32, copy=False)
     expanded.setflags(write=False)
-    # An item begins where its marker stood, moved by what the items before it have grown.
-    starts = at + np.cumsum(spans) - spans - np.arange(len(spans))
-    placed = (_move(layout, int(start)) for layout, start in zip(layouts, starts, strict=True))
     return Expansion(expanded, tuple(placed))
 
 
-def _move(layout: ItemLayout, start: int) -> ItemLayout:
+def _place(layout: ItemLayout, text: ItemText, start: int) -> ItemLayout:
+    """The layout in the prompt, where its times are written."""
     return replace(
         layout,
-        runs=tuple(Run(run.start + start, run.length) for run in layout.runs),
+        runs=tuple(Run(run.start + start, run.length) for run in text.runs),
         framing=tuple(position + start for position in layout.framing),
+        times=(),
     )

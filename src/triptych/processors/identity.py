@@ -17,8 +17,8 @@ from triptych.core.layout import CONTENT_KEY_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-_ITEM_DOMAIN = b"triptych.media-item.v1"
-"""Carries the version of the decoder and normaliser: raise it when the same bytes give other pixels."""
+_ITEM_DOMAIN = b"triptych.media-item.v2"
+"""Carries the version of this list of fields; that of what is done to pixels is in the options' own bytes."""
 _PROCESSOR_DOMAIN = b"triptych.processor.v1"
 _MODEL_DOMAIN = b"triptych.model.v1"
 _SAMPLE_BYTES = 64
@@ -34,18 +34,20 @@ def _digest(domain: bytes, *fields: bytes) -> bytes:
     return hasher.digest(CONTENT_KEY_BYTES)
 
 
-def content_key(data: bytes, *, fingerprint: bytes, salt: str = "", uuid: str = "") -> bytes:
+def content_key(data: bytes, *, options: bytes, fingerprint: bytes, salt: str = "", uuid: str = "") -> bytes:
     """32 bytes that name one item's rows.
 
     Args:
         data: The encoded file, however it arrived.
-        fingerprint: The processor's, which covers the model revision and every option that changes pixels.
+        options: How it is read: ``canonical()`` of what holds for it, whoever said so. Its first bytes say whether the
+            file is read as a picture or as a video.
+        fingerprint: The processor's, which covers the model revision and its own settings.
         salt: The tenant's namespace.
         uuid: The caller's own name for the item; two files under one name stay two items.
     """
     # Text from JSON may hold lone surrogates; they must hash, not raise.
     names = (salt.encode("utf-8", "surrogatepass"), uuid.encode("utf-8", "surrogatepass"))
-    return _digest(_ITEM_DOMAIN, data, fingerprint, *names)
+    return _digest(_ITEM_DOMAIN, data, options, fingerprint, *names)
 
 
 def processor_fingerprint(model_revision: bytes, *settings: bytes) -> bytes:

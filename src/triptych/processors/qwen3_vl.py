@@ -1,8 +1,9 @@
-"""Qwen3-VL: pictures to patches, markers to rows, three position axes.
+"""Qwen3-VL: pictures and videos to patches, markers to rows, three position axes.
 
-Patches run over merged cells, and inside a cell over its patches:
+Patches run over groups of frames, in each over merged cells, and inside a cell over its patches:
 
-    picture [H, W, 3] -> cell row, cell column, row in cell, column in cell -> [channel, frame, patch, patch]
+    picture [H, W, 3]        ->  cell row, cell column, row in cell, column in cell  ->  [channel, 1, patch, patch]
+    video   [frames, H, W, 3] -> group, and then the same                            ->  [channel, frame, patch, patch]
 
 so that each merge x merge stretch of patches becomes one row of the tower's output. Samples stay bytes; what number
 each value becomes is said beside them, and the tower looks it up.
@@ -10,21 +11,25 @@ each value becomes is said beside them, and the tower looks it up.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
+from triptych.core.clip import MAX_ASPECT, FrameFit
 from triptych.core.encoder_input import EncoderInput
-from triptych.core.errors import MediaError, UnsupportedFeature
+from triptych.core.errors import InvalidRequest, MediaError, UnsupportedFeature
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.media import Modality, Stage
+from triptych.core.media_options import OptionLayer, PictureOptions
 from triptych.core.plan import PositionRule, PromptPlan
-from triptych.processors.expand import check_counts, expand
+from triptych.processors.expand import ItemText, check_counts, expand
 from triptych.processors.identity import processor_fingerprint
+from triptych.processors.pixel_settings import CHANNELS, OF_PICTURES, PixelSettings, Size
 from triptych.processors.positions import positions_of
+from triptych.processors.video_prompt import VideoTokens, group_times, video_text, written_before
+from triptych.processors.video_settings import VideoSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,146 +37,79 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.checkpoint import Section
+    from triptych.core.clip import Clip
     from triptych.core.encoder_input import ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Picture
+    from triptych.core.media_options import ClipOptions
+    from triptych.processors.video_prompt import Tokenise
 
-MAX_ASPECT = 200
-"""Longer side over shorter side; the family refuses more."""
-CHANNELS = 3
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-"""Pillow's numbers, as the configuration files write them."""
-
-
-class Size(NamedTuple):
-    """Pixels."""
-
-    height: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class PixelSettings:
-    """Everything that decides the patches of a picture."""
-
-    patch: int
-    merge: int
-    temporal: int
-    """Frames in one patch; a still picture stands for all of them."""
-    min_pixels: int
-    max_pixels: int
-    resample: int
-    rescale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @classmethod
-    def read(cls, vision: Section, images: Section) -> PixelSettings:
-        """Combine the tower's configuration with the image processor's.
-
-        Raises:
-            CheckpointError: a wrong value, two that contradict each other, or a step switched off.
-        """
-        for key in ("do_resize", "do_rescale", "do_normalize"):
-            if not images.flag(key, True):
-                raise images.error(key, "is false; only true is supported")
-        shape: dict[str, int] = {}
-        for key, tower_key, default in (
-            ("patch_size", "patch_size", 16),
-            ("merge_size", "spatial_merge_size", 2),
-            ("temporal_patch_size", "temporal_patch_size", 2),
-        ):
-            in_tower = vision.integer(tower_key, default)
-            shape[key] = images.integer(key, in_tower)
-            if shape[key] != in_tower:
-                raise images.error(key, f"is {shape[key]}, but {tower_key} of the tower is {in_tower}")
-        size = images.section("size")
-        settings = cls(
-            patch=shape["patch_size"],
-            merge=shape["merge_size"],
-            temporal=shape["temporal_patch_size"],
-            min_pixels=images.integer("min_pixels", size.integer("shortest_edge", 56 * 56)),
-            max_pixels=images.integer("max_pixels", size.integer("longest_edge", 28 * 28 * 1280)),
-            resample=images.integer("resample", 3, least=0),
-            rescale=images.number("rescale_factor", 1 / 255),
-            mean=images.numbers("image_mean", _CLIP_MEAN),
-            std=images.numbers("image_std", _CLIP_STD),
-        )
-        if settings.resample not in _RESAMPLE:
-            raise images.error("resample", f"must be one of {_RESAMPLE}, not {settings.resample}")
-        if len(settings.mean) != CHANNELS or len(settings.std) != CHANNELS or 0 in settings.std:
-            raise images.error("image_mean and image_std", "must be three numbers each, no deviation 0")
-        if not np.isfinite(settings.tones()).all():
-            raise images.error("rescale_factor, image_mean and image_std", "make numbers that 32 bits do not hold")
-        if settings.max_pixels < settings.min_pixels:
-            raise images.error(
-                "size", f"allows at least {settings.min_pixels} and at most {settings.max_pixels} pixels"
-            )
-        return settings
-
-    @property
-    def cell(self) -> int:
-        """Pixels along one side of a merged cell."""
-        return self.patch * self.merge
-
-    def fit(self, size: Size) -> Size:
-        """The size a picture is resized to: whole cells, pixels within bounds, nearly the same proportions."""
-        height, width = (round(side / self.cell) * self.cell for side in size)
-        if height * width > self.max_pixels:
-            shrink = math.sqrt((size.height * size.width) / self.max_pixels)
-            height, width = (max(self.cell, math.floor(side / shrink / self.cell) * self.cell) for side in size)
-        elif height * width < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (size.height * size.width))
-            height, width = (math.ceil(side * grow / self.cell) * self.cell for side in size)
-        return Size(height, width)
-
-    @np.errstate(all="ignore")
-    def tones(self) -> npt.NDArray[np.float32]:
-        """What each of the 256 sample values becomes, [channels, 256], read-only; rounded as the reference rounds."""
-        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
-        mean, std = np.array(self.mean).astype(np.float32), np.array(self.std).astype(np.float32)
-        tones: npt.NDArray[np.float32] = (scaled[None] - mean[:, None]) / std[:, None]
-        tones.setflags(write=False)
-        return tones
+_AS_PREFERRED = PictureOptions()
 
 
 class Qwen3VLProcessor:
     """A :class:`~triptych.processors.contract.Processor` for ``Qwen3VLForConditionalGeneration``."""
 
-    def __init__(self, config: Section, images: Section, model_revision: bytes) -> None:
-        """Read config.json and the image processor's settings.
+    def __init__(
+        self, config: Section, images: Section, videos: Section | None, model_revision: bytes, tokenise: Tokenise
+    ) -> None:
+        """Read config.json and the processors' settings.
+
+        Args:
+            config: config.json.
+            images: The image processor's settings.
+            videos: The video processor's; None where there are none, and videos are not read.
+            model_revision: 32 bytes.
+            tokenise: How the times of a video are written.
 
         Raises:
             CheckpointError: a setting is wrong or unsupported.
         """
-        self._settings = PixelSettings.read(config.section("vision_config"), images)
+        vision = config.section("vision_config")
+        self._images = PixelSettings.read(vision, images, OF_PICTURES)
+        self._videos = None if videos is None else VideoSettings.read(vision, videos)
+        self._image_tones = self._images.tones()
+        self._video_tones = self._image_tones if self._videos is None else self._videos.pixels.tones()
+        self._tokenise = tokenise
+        self._tokens = VideoTokens(
+            pad=config.integer("video_token_id", 151656, least=0),
+            start=config.integer("vision_start_token_id", 151652, least=0),
+            end=config.integer("vision_end_token_id", 151653, least=0),
+        )
         self._image_token = config.integer("image_token_id", 151655, least=0)
-        self._video_token = config.integer("video_token_id", 151656, least=0)
-        self._tones = self._settings.tones()
         self.placeholders: Mapping[Modality, int] = {Modality.IMAGE: self._image_token}
         self.special_words: Mapping[str, int] = {
             "<|image_pad|>": self._image_token,
-            "<|vision_start|>": config.integer("vision_start_token_id", 151652, least=0),
-            "<|vision_end|>": config.integer("vision_end_token_id", 151653, least=0),
+            "<|vision_start|>": self._tokens.start,
+            "<|vision_end|>": self._tokens.end,
         }
+        if self._videos is not None:
+            self.placeholders |= {Modality.VIDEO: self._tokens.pad}
+            self.special_words |= {"<|video_pad|>": self._tokens.pad}
         self.fingerprint = processor_fingerprint(
-            model_revision, b"qwen3_vl", repr((self._settings, self._image_token)).encode()
+            model_revision, b"qwen3_vl", repr((self._images, self._videos, self._image_token, self._tokens)).encode()
         )
 
+    @property
+    def preferences(self) -> OptionLayer:
+        """Frames as the video processor's settings choose them. Bounds of pixels are left to where they are used."""
+        return OptionLayer() if self._videos is None else OptionLayer(video=self._videos.frames)
+
     def check_counts(self, token_ids: npt.NDArray[np.int32], modalities: Sequence[Modality]) -> None:
-        """Match pictures with picture markers.
+        """Match items with markers of their kind.
 
         Raises:
             PlaceholderMismatch: with both counts; a prompt that is expanded already has too many.
+            InvalidRequest: pictures and videos stand in another order than their markers.
             UnsupportedFeature: an item, or a marker, of another kind.
         """
         check_counts(token_ids, modalities, self.placeholders)
-        if (token_ids == self._video_token).any():
+        if self._videos is None and (token_ids == self._tokens.pad).any():
             raise UnsupportedFeature("the prompt has a video placeholder, but video is not accepted here")
 
-    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+    def encoder_input(
+        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
+    ) -> EncoderInput:
         """Resize and patch one picture.
 
         Raises:
@@ -184,52 +122,142 @@ class Qwen3VLProcessor:
                 f"{size.width} x {size.height} is too narrow: one side may be {MAX_ASPECT} times the other",
                 Stage.PREPROCESS,
             )
-        settings = self._settings
-        target = settings.fit(size)
+        settings, asked = self._images, options or _AS_PREFERRED
+        target = settings.fit(size, settings.bounds.asked(asked.min_pixels, asked.max_pixels))
         resized = Image.fromarray(picture.pixels).resize(
             (target.width, target.height), resample=Image.Resampling(settings.resample)
         )
         grid = Grid(1, target.height // settings.patch, target.width // settings.patch)
-        encoder_tokens = grid.h * grid.w
-        rows = encoder_tokens // settings.merge**2
-        layout = ItemLayout(
-            modality=Modality.IMAGE,
-            runs=(Run(0, rows),),
-            rows=rows,
-            encoder_tokens=encoder_tokens,
-            grid=grid,
-            content_key=content_key,
-        )
-        return EncoderInput(layout, self._patches(resized, grid), self._tones)
+        patches = _empty(grid, 1, settings)
+        _patch(resized, _cells(patches, grid, settings)[0, ..., 0, :])
+        return EncoderInput(_layout(Modality.IMAGE, grid, settings, content_key), patches, self._image_tones)
 
-    def _patches(self, picture: Image.Image, grid: Grid) -> npt.NDArray[np.uint8]:
-        """[patches, channels, 1, patch, patch]."""
-        patch, merge = self._settings.patch, self._settings.merge
-        patches = np.empty((grid.h * grid.w, CHANNELS, 1, patch, patch), dtype=np.uint8)
-        # One row of a patch is one element, which is copied whole: several times faster than sample by sample.
-        row = np.dtype((np.void, patch))
-        cells = patches.view(row).reshape(grid.h // merge, grid.w // merge, merge, merge, CHANNELS, patch)
-        for channel, band in enumerate(picture.split()):
-            rows = np.asarray(band).view(row).reshape(grid.h // merge, merge, patch, grid.w // merge, merge)
-            # cell row, row in cell, row in patch, cell column, column in cell -> as above
-            cells[..., channel, :] = rows.transpose(0, 3, 1, 4, 2)
-        return patches
+    def frame_fit(self, options: ClipOptions) -> FrameFit:
+        """Whole cells, and one budget of pixels for all frames.
+
+        Raises:
+            UnsupportedFeature: the checkpoint has no settings for videos.
+        """
+        settings = self._of_videos().pixels
+        least, most = settings.bounds.asked(options.min_pixels, options.max_pixels)
+        return FrameFit(settings.cell, settings.temporal, least, most, settings.resample)
+
+    def clip_input(self, index: int, clip: Clip, content_key: bytes) -> EncoderInput:
+        """Patch the frames of one video; the last one fills up its group.
+
+        Raises:
+            MediaError: its frames are not of the size that ``frame_fit`` gives.
+            UnsupportedFeature: the checkpoint has no settings for videos.
+        """
+        settings = self._of_videos().pixels
+        count, height, width, _ = clip.frames.shape
+        if height % settings.cell or width % settings.cell:
+            raise MediaError(
+                index,
+                f"frames of {width} x {height} are not whole cells of {settings.cell} x {settings.cell}",
+                Stage.PREPROCESS,
+            )
+        grid = Grid(-(-count // settings.temporal), height // settings.patch, width // settings.patch)
+        patches = _empty(grid, settings.temporal, settings)
+        cells = _cells(patches, grid, settings)
+        for at in range(grid.t * settings.temporal):
+            group, frame = divmod(at, settings.temporal)
+            _patch(Image.fromarray(clip.frames[min(at, count - 1)]), cells[group, ..., frame, :])
+        layout = _layout(
+            Modality.VIDEO, grid, settings, content_key, group_times(clip.plan.timestamps, settings.temporal)
+        )
+        return EncoderInput(layout, patches, self._video_tones)
+
+    def _of_videos(self) -> VideoSettings:
+        if self._videos is None:
+            raise UnsupportedFeature("video is not accepted here: the checkpoint has no settings for videos")
+        return self._videos
 
     def plan(
         self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]
     ) -> tuple[PromptPlan, tuple[ItemInput, ...]]:
-        """Expand each picture marker into its picture's rows."""
-        expansion = expand(token_ids, [self._image_token], [entry.layout for entry in inputs])
+        """Expand each marker into its picture's rows, or its video's rows and times.
+
+        Raises:
+            InvalidRequest: a layout, which another engine may have made, is not one of this family.
+        """
+        layouts = [entry.layout for entry in inputs]
+        texts = [self._text(index, layout) for index, layout in enumerate(layouts)]
+        expansion = expand(token_ids, list(self.placeholders.values()), layouts, texts)
         plan = PromptPlan(
             token_ids=expansion.token_ids,
             items=expansion.layouts,
             rule=PositionRule.MROPE,
-            spatial_merge=self._settings.merge,
+            spatial_merge=self._images.merge,
             fingerprint=self.fingerprint,
         )
         placed = tuple(replace(entry, layout=layout) for entry, layout in zip(inputs, expansion.layouts, strict=True))
         return plan, placed
 
+    def _text(self, index: int, layout: ItemLayout) -> ItemText:
+        """What stands in the prompt for an item."""
+        grid, merge = layout.grid, self._images.merge
+        if len(layout.runs) > 1 or layout.framing or layout.cells(merge) is None:
+            raise InvalidRequest(
+                f"media item {index}: {layout.rows} rows in {len(layout.runs)} run(s), {len(layout.framing)} positions "
+                f"without one, are not its grid {tuple(grid)} merged {merge} x {merge} in one stretch"
+            )
+        if layout.modality is Modality.VIDEO:
+            if len(layout.times) != grid.t:
+                raise InvalidRequest(
+                    f"media item {index}: a video is written with the time of each step, and of {grid.t} steps it has "
+                    f"{len(layout.times)}"
+                )
+            return video_text(layout.times, grid, merge, self._tokens, self._tokenise)
+        return ItemText(np.full(layout.span, self._image_token, np.int32), (Run(0, layout.span),))
+
+    def fold(self, plan: PromptPlan) -> npt.NDArray[np.int32]:
+        """Of each item one marker, and nothing of what is written around the runs of a video."""
+        keep = np.ones(len(plan), dtype=bool)
+        for item in plan.items:
+            begin, end = item.start, item.end
+            if item.modality is Modality.VIDEO:
+                begin -= written_before(plan.token_ids[:begin], self._tokenise)
+                end += 1
+            keep[begin:end] = False
+            keep[item.start] = True
+        return plan.token_ids[keep]
+
     def positions(self, plan: PromptPlan) -> Positions:
         """Three axes: time, height, width."""
         return positions_of(plan)
+
+
+def _layout(
+    modality: Modality, grid: Grid, settings: PixelSettings, content_key: bytes, times: tuple[float, ...] = ()
+) -> ItemLayout:
+    """One stretch from position 0, until what is written inside it is known."""
+    encoder_tokens = grid.t * grid.h * grid.w
+    rows = encoder_tokens // settings.merge**2
+    return ItemLayout(modality, (Run(0, rows),), rows, encoder_tokens, grid, content_key, times=times)
+
+
+def _empty(grid: Grid, frames: int, settings: PixelSettings) -> npt.NDArray[np.uint8]:
+    """[patches, channels, frames, patch, patch]."""
+    patch = settings.patch
+    return np.empty((grid.t * grid.h * grid.w, CHANNELS, frames, patch, patch), dtype=np.uint8)
+
+
+def _cells(patches: npt.NDArray[np.uint8], grid: Grid, settings: PixelSettings) -> npt.NDArray[np.void]:
+    """[groups, cell rows, cell columns, merge, merge, channels, frames, rows of a patch] of the same memory.
+
+    One row of a patch is one element, which is copied whole: several times faster than sample by sample.
+    """
+    merge, patch = settings.merge, settings.patch
+    rows = patches.view(np.dtype((np.void, patch)))
+    shape = (grid.t, grid.h // merge, grid.w // merge, merge, merge, CHANNELS, patches.shape[2], patch)
+    return rows.reshape(shape)
+
+
+def _patch(picture: Image.Image, cells: npt.NDArray[np.void]) -> None:
+    """Write a picture into [cell rows, cell columns, merge, merge, channels, rows of a patch]."""
+    down, across, merge, _, _, patch = cells.shape
+    for channel, band in enumerate(picture.split()):
+        rows = np.asarray(band).view(cells.dtype).reshape(down, merge, patch, across, merge)
+        # cell row, row in cell, row in patch, cell column, column in cell -> as above
+        cells[..., channel, :] = rows.transpose(0, 3, 1, 4, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from triptych.core.errors import UnsupportedFeature
+from triptych.core.media_options import OptionLayer
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.processors.expand import check_counts
 from triptych.processors.identity import processor_fingerprint
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from triptych.core.clip import Clip, FrameFit
     from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
+    from triptych.core.media_options import ClipOptions, PictureOptions
 
 
 class TextProcessor:
@@ -36,8 +40,27 @@ class TextProcessor:
         """
         check_counts(token_ids, modalities, self.placeholders)
 
-    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+    @property
+    def preferences(self) -> OptionLayer:
+        """None."""
+        return OptionLayer()
+
+    def encoder_input(
+        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
+    ) -> EncoderInput:
         """Never: a text-only family has no encoder."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def frame_fit(self, options: ClipOptions) -> FrameFit:
+        """Never.
+
+        Raises:
+            UnsupportedFeature: always.
+        """
+        raise UnsupportedFeature("video is not accepted here; accepted: text only")
+
+    def clip_input(self, index: int, clip: Clip, content_key: bytes) -> EncoderInput:
+        """Never: likewise."""
         raise AssertionError("check_counts refuses every item first")
 
     def plan(
@@ -47,6 +70,10 @@ class TextProcessor:
         own = token_ids.copy()
         own.setflags(write=False)
         return PromptPlan(own, (), PositionRule.LINEAR, spatial_merge=1, fingerprint=self.fingerprint), ()
+
+    def fold(self, plan: PromptPlan) -> npt.NDArray[np.int32]:
+        """The prompt as it is."""
+        return plan.token_ids
 
     def positions(self, plan: PromptPlan) -> Positions:
         """0, 1, 2, ..."""

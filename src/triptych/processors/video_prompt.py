@@ -9,18 +9,25 @@ marker in the prompt stays, so the outer vision marks of the chat template remai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from triptych.core.layout import Run
+from triptych.core.layout import MAX_SECONDS, Run
+from triptych.processors.expand import ItemText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy.typing as npt
 
     from triptych.core.layout import Grid
+
+Tokenise = Callable[[str], Sequence[int]]
+"""Text to ids among which there are no added tokens, nor what the tokenizer itself would add."""
+
+
+_MOST_BEFORE = len(f"<{MAX_SECONDS:.1f} seconds>") + 1
+"""Tokens that a time and the mark behind it can have: one a character."""
 
 
 class VideoTokens(NamedTuple):
@@ -30,15 +37,6 @@ class VideoTokens(NamedTuple):
     """Stands for one row; alone it is the marker of a whole video."""
     start: int
     end: int
-
-
-class VideoText(NamedTuple):
-    """What replaces one marker."""
-
-    token_ids: npt.NDArray[np.int32]
-    """Read-only."""
-    runs: tuple[Run, ...]
-    """Where the rows go, one run a group; positions count from the first of these tokens."""
 
 
 def group_times(timestamps: Sequence[float], temporal: int) -> tuple[float, ...]:
@@ -58,18 +56,16 @@ def time_text(seconds: float) -> str:
     return f"<{seconds:.1f} seconds>"
 
 
-def video_text(
-    times: Sequence[float], grid: Grid, merge: int, tokens: VideoTokens, tokenise: Callable[[str], Sequence[int]]
-) -> VideoText:
-    """The tokens that replace one marker.
+def video_text(times: Sequence[float], grid: Grid, merge: int, tokens: VideoTokens, tokenise: Tokenise) -> ItemText:
+    """The tokens that replace one marker, with a run for each group.
 
     Args:
         times: Seconds, one a group; as many as the grid has steps of time.
         grid: Patches of the video, before merging; ``t`` counts groups.
         merge: Patches along one side of a merged cell.
         tokens: The family's added tokens.
-        tokenise: Text to ids, without special tokens. A time is tokenised for itself, which is how it comes out in
-            the reference too, where an added token stands on both sides of it.
+        tokenise: A time is tokenised for itself, which is how it comes out in the reference too, where an added token
+            stands on both sides of it.
     """
     rows = (grid.h // merge) * (grid.w // merge)
     pieces: list[npt.NDArray[np.int32]] = []
@@ -82,4 +78,15 @@ def video_text(
         at = runs[-1].end + 1
     token_ids = np.concatenate(pieces)
     token_ids.setflags(write=False)
-    return VideoText(token_ids, tuple(runs))
+    return ItemText(token_ids, tuple(runs))
+
+
+def written_before(token_ids: npt.NDArray[np.int32], tokenise: Tokenise) -> int:
+    """How many tokens at the end of a prompt's beginning are what :func:`video_text` puts before a video's first run.
+
+    They are found by the first of them, which is the same for every time and does not come again in it. Where it is
+    not found in the tokens that a time can have, there are none.
+    """
+    opening = tokenise(time_text(0.0))[0]
+    found = np.flatnonzero(token_ids[-_MOST_BEFORE:] == opening)
+    return min(len(token_ids), _MOST_BEFORE) - int(found[-1]) if len(found) else 0

@@ -81,7 +81,7 @@ class Aggregated:
         return answer
 
     async def _submit(self, answer: AnswerStream, draft: Draft, ticket: Ticket | RowTicket | None) -> None:
-        prepared = await self._intake.prepare(draft, ticket, answer.wanted)
+        prepared = await self._intake.prepare(draft, ticket)
         if answer.wanted():
             answer.stages = prepared.stages
             self._engine.submit(fan_out(prepared.request, answer.serials, prepared.end))

@@ -74,6 +74,8 @@ class ModelDescription:
     """Media the model accepts; empty for a text-only model."""
     image_token_id: int | None
     """The placeholder marker that stands for one picture."""
+    video_token_id: int | None = None
+    """The placeholder marker that stands for one video."""
 
     def check_name(self, name: str) -> None:
         """Refuse a name by which this model is not known: it has its served name and its canonical id.
@@ -122,6 +124,8 @@ class EngineDescription:
     """Whether it takes encoder outputs in place of media."""
     requires_rows: bool = False
     """Whether it takes no media but by encoder outputs: it has no tower."""
+    fetches: bool = False
+    """Whether media are taken by URL: they are fetched here."""
     fingerprint: bytes = b""
     """32 bytes: model revision and processor settings; where rows move, both engines must have the same."""
 

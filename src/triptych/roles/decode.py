@@ -118,7 +118,7 @@ class Decode:
     async def _submit(
         self, answer: AnswerStream, session: KvSession, draft: Draft, ticket: Ticket | RowTicket | None
     ) -> None:
-        prepared = await self._intake.prepare(draft, ticket, answer.wanted)
+        prepared = await self._intake.prepare(draft, ticket)
         check_blocks(session, len(prepared.request.plan))
         if answer.wanted():
             answer.stages = prepared.stages

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.errors import Draining, KvSessionNotFound, ReferenceNotFound, RequestNotFound, UnsupportedFeature
@@ -181,8 +181,7 @@ class Desk:
         intake = self._intake
         ledgers = {
             **self._engine.statistics(),
-            "intake": intake.statistics(),
-            "media_admission": asdict(intake.admission.statistics()),
+            **intake.statistics(),
             "adapters": intake.adapters.statistics(),
             "kv_events": self._kv_feed.statistics(),
         }

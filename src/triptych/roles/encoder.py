@@ -1,7 +1,7 @@
 """The encoder role: one process turns media into rows, and others compute prompts with them.
 
     accept     validate, take the id and a place in line for media, hand back an Answer
-    open       read each item; one that was encoded before is not opened, any other is decoded and patched
+    open       read all items; one that was encoded before is not opened, any other is decoded and patched
     submit     into the engine's queue, one request an item, each under the name of a new output
                (the engine encodes what it has no rows of, and publishes the rows)
     push       where each item's rows lie; or that rows are gone which were to be there: open all, submit once more
@@ -20,21 +20,19 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.encoded import EncodedItem, EncoderReference
 from triptych.core.encoder_input import EncoderInput
-from triptych.core.errors import Cancelled, Internal, InvalidRequest, Overloaded, RoleMismatch
+from triptych.core.errors import Internal, InvalidRequest, Overloaded, RoleMismatch
 from triptych.core.events import Encoded, EncoderReady, Span
 from triptych.core.logprobs import LogprobOptions
 from triptych.core.request import EncodeRequest, Sampling, Stopping
-from triptych.media.limits import RequestBudget
 from triptych.roles.handover_answer import HandoverAnswer
 from triptych.roles.timeline import in_unix_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from triptych.core.errors import TriptychError
     from triptych.core.events import Failed
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from triptych.roles.known_items import KnownItems
     from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
+    from triptych.roles.media_intake import ItemBytes, MediaIntake
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,8 @@ class Encoder:
     """Encodes media for other engines. Implements ``roles.desk.Service``."""
 
     intake: Intake
-    """Opens media."""
+    media: MediaIntake
+    """Opens media; it is the intake's."""
     engine: EncodeEngine
     """Encodes them; it has a publisher."""
     live: LiveRequests
@@ -85,9 +85,9 @@ class Encoder:
         with self.live.arriving(asked, items=len(request.media)) as arrival:
             await self.intake.validate(asked, begun)
             arrival.go_on()
-            ticket = self.intake.admission.enter()
+            ticket = self.media.enter(request)
             way = _Way(self, request, begun)
-            self.live.begin(way.answer, ticket, way.submit(ticket, partial(way.read, request)))
+            self.live.begin(way.answer, ticket, way.submit(ticket, way.open(request, ticket)))
         return way.answer
 
     def _check(self, request: GenerateRequest) -> None:
@@ -111,8 +111,8 @@ class Encoder:
 class _Known(NamedTuple):
     """An item that was encoded before: its rows are perhaps still cached."""
 
-    data: bytes
-    """The encoded file, to be opened if they are not."""
+    item: ItemBytes
+    """To be opened if they are not."""
     layout: ItemLayout
 
 
@@ -128,8 +128,7 @@ class _Way:
         self._priority = request.priority
         self._begun = begun
         """When the request came, in monotonic seconds."""
-        self._budget = RequestBudget(role.intake.frontend.limits)
-        """Of all that is opened. Belongs to the worker that opens it; there is one at a time."""
+        self._request = request
         self._layouts: tuple[ItemLayout, ...] = ()
         """Of the items that the engine has."""
         self._names: tuple[str, ...] = ()
@@ -148,10 +147,10 @@ class _Way:
             on_close=role.live.close,
         )
 
-    async def submit(self, ticket: Ticket, opening: Callable[[], tuple[_Found, ...]]) -> None:
-        """Have the items encoded that ``opening`` gives, which is called on a media worker at the ticket's turn."""
+    async def submit(self, ticket: Ticket, opening: Coroutine[object, object, tuple[_Found, ...]]) -> None:
+        """Have the items encoded that ``opening`` gives, which runs at the ticket's turn."""
         role, answer = self._role, self.answer
-        found = await role.intake.on_worker(ticket, opening)
+        found = await ticket.run(opening)
         if not answer.wanted():
             return
         self._prepared = Span("prepare", self._begun, time.monotonic())
@@ -175,38 +174,27 @@ class _Way:
             role.leases.keep(name)
             role.known.remember(layout)
 
-    def read(self, request: GenerateRequest) -> tuple[_Found, ...]:
-        """All items, opened where they are not known; the same one once. Runs on a media worker."""
-        intake, known = self._role.intake, self._role.known
-        found: dict[bytes, _Found] = {}
-        keys = []
-        for index, item in enumerate(request.media):
-            self._go_on()
-            data, key = intake.read(index, item, request.cache.salt)
-            keys.append(key)
-            if key not in found:
-                layout = known.find(key)
-                if layout is None:
-                    found[key] = intake.decode(index, data, key, self._budget)
-                else:
-                    found[key] = _Known(data, layout)
-        return tuple(found[key] for key in keys)
+    async def open(self, request: GenerateRequest, ticket: Ticket) -> tuple[_Found, ...]:
+        """All items, opened where they are not known."""
+        media, known = self._role.media, self._role.known
+        with media.holding() as holding:
+            items = await media.read(request, holding)
+            layouts = {item.key: known.find(item.key) for item in items}
+            opened = await _by_key(media, ticket, [item for item in items if layouts[item.key] is None])
+        found: list[_Found] = []
+        for item in items:
+            layout = layouts[item.key]
+            found.append(opened[item.key] if layout is None else _Known(item, layout))
+        return tuple(found)
 
-    def reopen(self, found: tuple[_Found, ...]) -> tuple[_Found, ...]:
-        """The same items, all open; the same one once. Runs on a media worker."""
-        opened: dict[bytes, EncoderInput] = {}
-        for index, one in enumerate(found):
-            self._go_on()
-            key = one.layout.content_key
-            if isinstance(one, EncoderInput):
-                opened[key] = one
-            elif key not in opened:
-                opened[key] = self._role.intake.decode(index, one.data, key, self._budget)
-        return tuple(opened[one.layout.content_key] for one in found)
-
-    def _go_on(self) -> None:
-        if not self.answer.wanted():
-            raise Cancelled("ended during media preparation")
+    async def reopen(self, found: tuple[_Found, ...], ticket: Ticket) -> tuple[_Found, ...]:
+        """The same items, all open."""
+        closed = [one.item for one in found if isinstance(one, _Known)]
+        media = self._role.media
+        with media.holding() as holding:
+            holding.add(sum(len(item.data) for item in closed))
+            opened = await _by_key(media, ticket, closed)
+        return tuple(opened[one.item.key] if isinstance(one, _Known) else one for one in found)
 
     def hand_over(self, parts: tuple[Part, ...]) -> EncoderReady | None:
         """The references, one for each item in order; their leases begin. None while an item must be opened."""
@@ -237,11 +225,11 @@ class _Way:
             raise Internal("the engine was given all media items to encode, and asks for them again")
         self.withdraw()
         try:
-            ticket = role.intake.admission.enter()
+            ticket = role.media.enter(self._request)
         except Overloaded as error:
             self.answer.fail(error)
         else:
-            role.live.prepare(self.answer, ticket, self.submit(ticket, partial(self.reopen, found)))
+            role.live.prepare(self.answer, ticket, self.submit(ticket, self.reopen(found, ticket)))
 
     def withdraw(self) -> None:
         """Nobody shall take any of the outputs, whether there are any by now or not."""
@@ -255,6 +243,10 @@ class _Way:
         if error is self._role.engine.failure:
             return error  # of the engine as a whole
         return type(error)(f"media item {self.answer.serials.index(failed.request_id)}: {error}")
+
+
+async def _by_key(media: MediaIntake, ticket: Ticket, items: Sequence[ItemBytes]) -> dict[bytes, EncoderInput]:
+    return {one.layout.content_key: one for one in await media.open(ticket, items)}
 
 
 def _unanswered(request: GenerateRequest) -> GenerateRequest:

@@ -1,8 +1,8 @@
 """From a client's request to one the engine can run: tokens, pictures, plan, positions.
 
 ``validate`` is everything that can be refused before acceptance, ``prepare`` everything that opens
-media. Neither blocks the event loop: text of any length worth a millisecond and all picture work go
-to a bounded pool, and a permit is held until that work has ended, whoever still waits for it.
+media (``media_intake.py``). Neither blocks the event loop: text of any length worth a millisecond and all work on media
+go to bounded pools.
 
 Of a request with encoder outputs (``consume``) everything but the rows is known before acceptance, and
 nothing is opened: the prompt is planned from the layouts that came with them.
@@ -10,99 +10,52 @@ nothing is opened: the prompt is planned from the layouts that came with them.
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from triptych.core.encoder_input import EncodedInput
 from triptych.core.errors import (
-    Cancelled,
-    Internal,
     InvalidRequest,
     PromptTooLong,
     RoleMismatch,
     UnsupportedFeature,
 )
 from triptych.core.events import Span
-from triptych.core.media import DataUri, Url
 from triptych.core.request import Request
-from triptych.media.admission import Admission
-from triptych.media.data_uri import decode_data_uri
-from triptych.media.decode import decode_picture
-from triptych.media.limits import RequestBudget, check_item_bytes, check_item_count
-from triptych.processors.identity import content_key
+from triptych.media.limits import check_item_count
 from triptych.roles.logprob_bounds import (
     check_candidate_ids,
     check_output_entries,
     check_prompt_entries,
     check_prompt_start,
 )
+from triptych.roles.media_intake import OPENINGS
 from triptych.roles.row_ticket import RowTicket
 from triptych.roles.session_checks import check_plan, check_prompt
 from triptych.roles.tokenising import Tokenising, window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
     from triptych.core.adapter import Adapter
-    from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.guide import Grammar, Guide
-    from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
-    from triptych.processors.contract import Processor
     from triptych.roles.adapters import Adapters
-    from triptych.roles.contract import ModelDescription
+    from triptych.roles.frontend import Frontend, GrammarCompiler
+    from triptych.roles.media_intake import MediaIntake
     from triptych.roles.row_intake import RowIntake
-    from triptych.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 _NO_ROWS = np.empty((0, 0), np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Frontend:
-    """The parts of a model that read prompts and pictures; no tensors."""
-
-    model: ModelDescription
-    tokenizer: Tokenizer
-    processor: Processor
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    limits: MediaLimits
-
-
-class GrammarCompiler(Protocol):
-    """Turns guides into grammars, off the event loop and off the engine thread."""
-
-    async def compile(self, guide: Guide) -> Grammar:
-        """A grammar for the served model's tokens.
-
-        Raises:
-            InvalidRequest: the guide cannot be compiled; says why.
-            Overloaded: too many guides wait.
-        """
-        ...
-
-    def statistics(self) -> dict[str, float]:
-        """Counts as of now."""
-        ...
-
-    async def close(self) -> None:
-        """End what compiles and what follows grammars."""
-        ...
 
 
 class Draft(NamedTuple):
@@ -116,31 +69,6 @@ class Draft(NamedTuple):
     """Monotonic seconds."""
     plan: PromptPlan | None = None
     """What is expanded already, by another engine or with the layouts of its encoder outputs."""
-
-
-class _Tally:
-    """How often the costly things were done, on whatever thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("image_loads", "preprocess_calls"), 0)
-
-    def count(self, what: str) -> None:
-        with self._lock:
-            self._counts[what] += 1
-
-    def statistics(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._counts)
-
-
-class ItemBytes(NamedTuple):
-    """One media item, read and not yet decoded."""
-
-    data: bytes
-    """The encoded file."""
-    key: bytes
-    """Its content key."""
 
 
 class _Planned(NamedTuple):
@@ -169,6 +97,7 @@ class Intake:
         frontend: what reads prompts and pictures.
         adapters: what requests may name.
         compiler: None where answers cannot be bound by a grammar.
+        media: opens media; None where the model reads text only.
         rows: where the rows of encoder outputs come in; None where none do.
         requires_rows: there is no encoder here: media are taken by their encoder outputs only.
     """
@@ -178,6 +107,7 @@ class Intake:
         frontend: Frontend,
         adapters: Adapters,
         compiler: GrammarCompiler | None = None,
+        media: MediaIntake | None = None,
         rows: RowIntake | None = None,
         *,
         requires_rows: bool = False,
@@ -185,13 +115,10 @@ class Intake:
         self._front = frontend
         self.adapters = adapters
         self.compiler = compiler
+        self.media = media
         self.rows = rows
         self._requires_rows = requires_rows
-        limit = frontend.limits.media_preparation_limit
-        self.admission = Admission(limit, max_waiting=frontend.limits.max_waiting_preparations)
-        self._media_pool = ThreadPoolExecutor(max_workers=limit, thread_name_prefix="media")
         self._tokenising = Tokenising(frontend.model, frontend.tokenizer, frontend.vocab_size)
-        self._tally = _Tally()
 
     @property
     def frontend(self) -> Frontend:
@@ -221,10 +148,8 @@ class Intake:
                 "to an encoder engine first, and its references here"
             )
         adapter = self._check_model(request)
-        for index, item in enumerate(request.media):
-            if isinstance(item.source, Url):
-                raise UnsupportedFeature(f"media item {index}: URLs are not fetched; send a data: URI or raw bytes")
-        check_item_count(len(request.media), front.limits)
+        if request.media:
+            self._media_intake().check(request)
         token_ids = await self._tokenising.ids(request.prompt)
         self._check_length(len(token_ids), request.stopping.min_tokens)
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
@@ -249,6 +174,9 @@ class Intake:
         self._check_length(expanded, request.stopping.min_tokens)  # before there is anything of this size
         self._check_logprobs(request, expanded, expanded=True)
         plan, _ = front.processor.plan(token_ids, [EncodedInput(layout, _NO_ROWS) for layout in layouts])
+        if len(plan) > expanded:  # what is written between the groups of a video is known now
+            self._check_length(len(plan), request.stopping.min_tokens)
+            self._check_logprobs(request, len(plan), expanded=True)
         return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, plan)
 
     async def attach(self, request: GenerateRequest, plan: PromptPlan, arrival: float) -> Draft:
@@ -261,7 +189,7 @@ class Intake:
         adapter = self._check_model(request)
         self._check_length(len(plan), request.stopping.min_tokens)
         check_plan(plan, front.processor, front.vocab_size)
-        check_prompt(request, plan)
+        check_prompt(request, plan, front.processor)
         self._check_logprobs(request, len(plan), expanded=True)
         grammar = await self._compile(request.guide)
         bare = replace(request, media=(), references=())
@@ -288,7 +216,12 @@ class Intake:
         """
         if request.references and self.rows is not None:
             return self.rows.line_up(request.references)
-        return self.admission.enter() if request.media else None
+        return self._media_intake().enter(request) if request.media else None
+
+    def _media_intake(self) -> MediaIntake:
+        if self.media is None:
+            raise UnsupportedFeature(f"the model {self._front.model.served_name!r} reads text only")
+        return self.media
 
     async def _compile(self, guide: Guide | None) -> Grammar | None:
         if guide is None:
@@ -317,11 +250,10 @@ class Intake:
             answer = f" and min_tokens asks for {min_tokens} more" if min_tokens else ""
             raise PromptTooLong(f"the prompt has {tokens} tokens{answer}; {window(self._front.model)}")
 
-    async def prepare(self, draft: Draft, ticket: Ticket | RowTicket | None, wanted: Callable[[], bool]) -> Prepared:
+    async def prepare(self, draft: Draft, ticket: Ticket | RowTicket | None) -> Prepared:
         """Open the media, or wait for their rows; expand the prompt and position it.
 
-        Run it in a task of its own and let that task end: cancelling it would give the permit back while a
-        worker still runs. ``wanted`` is asked, also from the worker, before each item is opened.
+        Run it in a task of its own and let that task end: who wants it no more gives its ticket up.
 
         Raises:
             Cancelled: nobody wants it any more.
@@ -332,7 +264,7 @@ class Intake:
         if ticket is None:
             request = self._request(draft, self._plan(draft, []))
         else:
-            request = await self.on_worker(ticket, partial(self._prepare_media, draft, wanted))
+            request = await ticket.run(self._open(draft, ticket))
         return Prepared(request, (Span("prepare", draft.arrival, time.monotonic()),))
 
     async def _take_rows(self, draft: Draft, ticket: RowTicket) -> Prepared:
@@ -343,60 +275,14 @@ class Intake:
         stages = Span("prepare", draft.arrival, ticket.begun), Span("rows", ticket.begun, time.monotonic())
         return Prepared(replace(request, inputs=inputs), stages)
 
-    async def on_worker(self, ticket: Ticket, work: Callable[[], T]) -> T:
-        """Do ``work`` on a media worker once the ticket's turn has come; the permit is given back when it has ended.
+    async def _open(self, draft: Draft, ticket: Ticket) -> Request:
+        media = self._media_intake()
+        with media.holding() as holding:
+            items = await media.read(draft.request, holding)
+            inputs = await media.open(ticket, items)
+        return await media.on_thread(lambda: self._request(draft, self._plan(draft, inputs)))
 
-        Run it in a task of its own and let that task end, as ``prepare``.
-
-        Raises:
-            Cancelled: the place in line was given up.
-        """
-        try:
-            if not await ticket.wait():
-                raise Cancelled("ended while waiting for media preparation")
-            return await asyncio.get_running_loop().run_in_executor(self._media_pool, work)
-        finally:
-            ticket.leave()
-
-    def _prepare_media(self, draft: Draft, wanted: Callable[[], bool]) -> Request:
-        budget = RequestBudget(self._front.limits)
-        inputs = []
-        for index, item in enumerate(draft.request.media):
-            if not wanted():
-                raise Cancelled("ended during media preparation")
-            inputs.append(self._open(index, item, draft, budget))
-        return self._request(draft, self._plan(draft, inputs))
-
-    def _open(self, index: int, item: MediaItem, draft: Draft, budget: RequestBudget) -> EncoderInput:
-        """Decode one item and patch it; runs on a media worker."""
-        data, key = self.read(index, item, draft.request.cache.salt)
-        return self.decode(index, data, key, budget)
-
-    def read(self, index: int, item: MediaItem, salt: str) -> ItemBytes:
-        """An item's bytes, and who it is; costs CPU, so call it on a media worker.
-
-        Raises:
-            MediaError: the data URI cannot be read, or the item has too many bytes; ``index`` names it.
-        """
-        front, source = self._front, item.source
-        if isinstance(source, Url):
-            raise Internal(f"media item {index}: a URL passed validation")
-        data = decode_data_uri(index, source.uri, front.limits) if isinstance(source, DataUri) else source.data
-        check_item_bytes(index, len(data), front.limits)
-        return ItemBytes(data, content_key(data, fingerprint=front.processor.fingerprint, salt=salt, uuid=item.uuid))
-
-    def decode(self, index: int, data: bytes, key: bytes, budget: RequestBudget) -> EncoderInput:
-        """Decode what was read, and patch it; costs CPU and memory, so call it on a media worker.
-
-        Raises:
-            MediaError: it cannot be used, or is over a limit; ``index`` names it.
-        """
-        self._tally.count("image_loads")
-        picture = decode_picture(index, data, budget)
-        self._tally.count("preprocess_calls")
-        return self._front.processor.encoder_input(index, picture, key)
-
-    def _plan(self, draft: Draft, inputs: list[EncoderInput]) -> _Planned:
+    def _plan(self, draft: Draft, inputs: Sequence[EncoderInput]) -> _Planned:
         if draft.plan is not None:
             return _Planned(draft.plan, ())
         plan, placed = self._front.processor.plan(draft.token_ids, inputs)
@@ -427,16 +313,20 @@ class Intake:
             priority=asked.priority,
         )
 
-    def statistics(self) -> dict[str, float]:
-        """Counts as of now."""
-        return {**self._tally.statistics(), "tokenisations": self._tokenising.texts}
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Every ledger's counts as of now."""
+        opened = {} if self.media is None else self.media.statistics()
+        counts = dict.fromkeys(OPENINGS, 0.0) if self.media is None else self.media.counts
+        return {"intake": {**counts, "tokenisations": self._tokenising.texts}, **opened}
 
     async def close(self) -> None:
-        """Wait for the workers and for what waits for them: the queues are bounded."""
-        await asyncio.to_thread(self._media_pool.shutdown, wait=True)
-        await self._tokenising.close()
-        if self.rows is not None:
-            await self.rows.close()
-        await self.adapters.close()
-        if self.compiler is not None:
-            await self.compiler.close()
+        """Wait for what works and for what waits for it: the queues are bounded. All is closed, whatever goes wrong.
+
+        Raises:
+            Exception: the first thing that went wrong.
+        """
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self.adapters.close)
+            for part in (self.compiler, self.rows, self._tokenising, self.media):
+                if part is not None:
+                    ends.push_async_callback(part.close)

@@ -88,7 +88,7 @@ class Prefill:
     async def _submit(
         self, answer: HandoverAnswer, handoff: _Handoff, draft: Draft, ticket: Ticket | RowTicket | None
     ) -> None:
-        prepared = await self._intake.prepare(draft, ticket, answer.wanted)
+        prepared = await self._intake.prepare(draft, ticket)
         if answer.wanted():
             handoff.stages = prepared.stages
             handoff.request = replace(prepared.request, export=handoff.session_id)

@@ -16,8 +16,6 @@ from triptych.core.errors import InvalidRequest, KvSessionNotFound, PlaceholderM
 from triptych.core.logprobs import GivenIds, TopN
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from triptych.core.adapter import Adapter
     from triptych.core.handles import KvLayout
     from triptych.core.logprobs import LogprobOptions
@@ -182,7 +180,7 @@ def any_plan(processor: Processor) -> PromptPlan:
     return processor.plan(np.array([text], np.int32), ())[0]
 
 
-def check_prompt(request: GenerateRequest, plan: PromptPlan) -> None:
+def check_prompt(request: GenerateRequest, plan: PromptPlan, processor: Processor) -> None:
     """Refuse a session of another prompt than the request's, as far as that costs nothing.
 
     Raises:
@@ -196,7 +194,7 @@ def check_prompt(request: GenerateRequest, plan: PromptPlan) -> None:
     ids = np.asarray(request.prompt, dtype=np.int64)
     if np.array_equal(ids, plan.token_ids):
         return
-    folded = _folded(plan)
+    folded = processor.fold(plan)
     if np.array_equal(ids, folded):
         return
     other = plan.token_ids if len(ids) == len(plan) else folded
@@ -209,11 +207,3 @@ def check_prompt(request: GenerateRequest, plan: PromptPlan) -> None:
     raise InvalidRequest(
         f"kv.session is of another prompt: token {at} is {ids[at]} in token_ids and {other[at]} in the session's plan"
     )
-
-
-def _folded(plan: PromptPlan) -> npt.NDArray[np.int32]:
-    """The prompt before its expansion: of each item its first position only."""
-    keep = np.ones(len(plan), dtype=bool)
-    for item in plan.items:
-        keep[item.start + 1 : item.end] = False
-    return plan.token_ids[keep]

@@ -11,7 +11,7 @@ from triptych.core.logprobs import MAX_TOP_N
 from triptych.roles.contract import RoleName
 from triptych.wire.codec_session import HANDOFF_PROFILE
 from triptych.wire.gen import generation_pb2, kv_pb2, model_pb2, server_pb2, version_pb2
-from triptych.wire.modality import NUMBERS
+from triptych.wire.modality import NUMBERS, VIDEO_MARKER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +122,14 @@ def model_info(engine: EngineDescription, model: ModelDescription) -> model_pb2.
         info.served_model_aliases.append(model.model_id)
     if model.modalities:
         info.multimodal_capabilities.CopyFrom(_multimodal(engine, model))
+    if model.video_token_id is not None:
+        info.extra.update({VIDEO_MARKER: model.video_token_id})
     return info
+
+
+def opens_media(engine: EngineDescription, model: ModelDescription) -> bool:
+    """Whether media are opened here: not where somebody else has done it, or where there is nothing to read them."""
+    return bool(model.modalities) and engine.role is not RoleName.DECODE and not engine.requires_rows
 
 
 def _multimodal(engine: EngineDescription, model: ModelDescription) -> model_pb2.MultimodalCapabilities:
@@ -131,13 +138,16 @@ def _multimodal(engine: EngineDescription, model: ModelDescription) -> model_pb2
     An engine without a tower takes none itself; what encoders read for it is in ``ModelInfo.encoder``.
     """
     modalities = [NUMBERS[modality] for modality in model.modalities]
-    sources = (generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI, generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES)
+    opens = opens_media(engine, model)
+    sources = [generation_pb2.MEDIA_SOURCE_TYPE_DATA_URI, generation_pb2.MEDIA_SOURCE_TYPE_RAW_BYTES]
+    if engine.fetches:
+        sources.append(generation_pb2.MEDIA_SOURCE_TYPE_URL)
     whole = engine.role is RoleName.AGGREGATED and not engine.requires_rows
     return model_pb2.MultimodalCapabilities(
         aggregate_modalities=modalities if whole else [],
         prefill_decode_modalities=modalities if engine.kv_backend else [],
-        source_types=[] if engine.role is RoleName.DECODE or engine.requires_rows else sources,
-        supports_per_request_media_options=False,
+        source_types=sources if opens else [],
+        supports_per_request_media_options=opens,
         routing_image_token_id=model.image_token_id,
     )
 

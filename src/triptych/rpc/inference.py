@@ -24,6 +24,7 @@ from triptych.core.encoded import EncoderReference
 from triptych.core.errors import Internal, Overloaded, PromptTooLong, Status, TriptychError, UnsupportedFeature
 from triptych.core.events import EncoderReady, Event, Failed, Finished, PrefillReady, is_terminal
 from triptych.core.session import KvSession
+from triptych.rpc.describe import opens_media
 from triptych.rpc.metadata import CallMetadata, read_metadata
 from triptych.rpc.parse import parse
 from triptych.rpc.refuse import refuse, typed
@@ -211,6 +212,9 @@ class Inference:
         engine = self._role.engine
         if message.HasField("encoder") and not (engine.encodes or engine.takes_rows):
             raise UnsupportedFeature("encoder is not supported by this engine")
+        opened = message.kv.HasField("session") or message.encoder_cache  # by whoever read the options then
+        if message.media_options.fields and not opened and not opens_media(engine, self._role.model):
+            raise UnsupportedFeature("media_options: this engine opens no media, so there is nothing that they change")
         # An engine that takes no sessions, or no references, says so, whatever is in one.
         sessions = self._sessions if engine.takes_over else None
         references = self._references if engine.takes_rows else None
@@ -238,6 +242,7 @@ def _limits(max_context: int) -> Limits:
             "token_ids": _ID_BYTES * max_context + KIB,
             "kv": 4 * MIB,
             "encoder": KIB,
+            "media_options": 16 * KIB,
             "encoder_cache": MAX_REFERENCE_BYTES,  # each of them
         },
     )

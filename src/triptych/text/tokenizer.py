@@ -15,7 +15,7 @@ from triptych.text.guarded import GuardedEncoder, Part
 from triptych.text.pieces import PieceDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
 MAX_REASON = 200
@@ -42,16 +42,15 @@ class Tokenizer:
         self._bound = LengthBound(spec, max((len(pieces.to_bytes(word)) for word in vocab), default=1))
 
     @classmethod
-    def load(cls, directory: Path, required: Sequence[str] = ()) -> Tokenizer:
+    def load(cls, directory: Path) -> Tokenizer:
         """Read a checkpoint's tokenizer.
 
         Args:
             directory: holds tokenizer.json and, where they exist, generation_config.json, tokenizer_config.json and
                 config.json, which name the end-of-sequence tokens.
-            required: added tokens that the model cannot do without.
 
         Raises:
-            CheckpointError: a file is missing or broken, or required tokens are absent.
+            CheckpointError: a file is missing or broken.
         """
         path = directory / "tokenizer.json"
         text = read_text(path)
@@ -61,11 +60,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} is not a tokenizer: {one_line(error)[:MAX_REASON]}") from None
         library.no_truncation()
         library.no_padding()
-        tokenizer = cls(library, json.loads(text), _find_eos(directory, library))
-        missing = [word for word in required if word not in tokenizer.added_tokens]
-        if missing:
-            raise CheckpointError(f"{path} lacks the special tokens {', '.join(missing)}")
-        return tokenizer
+        return cls(library, json.loads(text), _find_eos(directory, library))
 
     @property
     def leading_spaces(self) -> int:

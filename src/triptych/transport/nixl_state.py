@@ -126,7 +126,7 @@ def seal_state(state: NixlState, options: NixlOptions) -> bytes:
     if size > MAX_HANDLE_STATE:
         raise InvalidRequest(
             f"a session of {len(state.blocks)} blocks needs a handle of {size} bytes; at most {MAX_HANDLE_STATE}: "
-            "larger blocks (--block-size) or a shorter prompt would fit"
+            "a shorter prompt would fit"
         )
     return body + _digest(body, options)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from triptych.core.encoded import EncoderReference, Reference, SealedReference
-from triptych.core.errors import Internal, InvalidRequest, MediaError, UnsupportedFeature
-from triptych.core.media import DataUri, MediaItem, MediaSource, Modality, RawBytes, Stage, Url
+from triptych.core.errors import Internal, InvalidRequest
 from triptych.core.request import (
     MAX_STOP_CONDITIONS,
     CacheOptions,
@@ -22,19 +21,21 @@ from triptych.core.request import (
 from triptych.core.session import KvSession, SealedSession, Session
 from triptych.wire.codec_guide import decode_guide, encode_guide
 from triptych.wire.codec_logprobs import decode_options, encode_options
+from triptych.wire.codec_media import (
+    MAX_MEDIA_ITEMS,
+    decode_media,
+    decode_media_options,
+    encode_media,
+    encode_media_options,
+)
 from triptych.wire.codec_reference import seal_reference, unseal_reference
 from triptych.wire.codec_session import seal, unseal
 from triptych.wire.gen import generation_pb2 as pb
-from triptych.wire.modality import MODALITIES, NUMBERS
 from triptych.wire.portable_plan import MAX_FRAMING, MAX_RUNS
 
 if TYPE_CHECKING:
     from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
-
-MAX_MEDIA_ITEMS = 1024
-"""References count as well. Above any configured limit: a message of a million empty items must not occupy the event
-loop."""
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -69,8 +70,6 @@ def decode_request(
         UnsupportedFeature: a field asks for a part of the contract that is not offered; the message names it.
         Unauthenticated: the session, or a reference, is not signed with this engine's secret.
     """
-    if len(message.media_options.fields):
-        raise UnsupportedFeature("media_options is not supported by this engine")
     handoff = _decode_handoff(message)
     kind = message.WhichOneof("input")
     if kind is None:
@@ -79,7 +78,7 @@ def decode_request(
         request_id=message.request_id,
         model=message.model,
         prompt=message.prompt if kind == "prompt" else tuple(message.token_ids.ids),
-        media=_decode_media(message),
+        media=decode_media(message.media),
         sampling=_decode_sampling(message.sampling),
         stopping=_decode_stopping(message.stopping, handoff=handoff),
         cache=CacheOptions(bypass_prefix_cache=message.kv.bypass_prefix_cache, salt=message.kv.cache_salt),
@@ -92,6 +91,7 @@ def decode_request(
         session=_decode_session(message, sessions),
         handoff=handoff,
         encode=EncodeOptions(message.encoder.transfer_backend) if message.HasField("encoder") else None,
+        media_options=decode_media_options(message.media_options),
         references=_decode_references(message, references),
     )
 
@@ -136,33 +136,6 @@ def _decode_stopping(message: pb.StoppingOptions, *, handoff: bool) -> Stopping:
 def _present(message: pb.SamplingParams | pb.StoppingOptions, names: tuple[str, ...]) -> dict[str, Any]:
     # Defaults are written in core only, so an absent field is left out rather than filled in.
     return {name: getattr(message, name) for name in names if message.HasField(name)}  # type: ignore[arg-type]
-
-
-def _decode_media(message: pb.GenerateRequest) -> tuple[MediaItem, ...]:
-    if len(message.media) > MAX_MEDIA_ITEMS:
-        raise InvalidRequest(f"{len(message.media)} media items; at most {MAX_MEDIA_ITEMS}")
-    return tuple(
-        MediaItem(
-            # Clients that leave the field alone mean an image; a number that is not known counts as absent.
-            modality=MODALITIES.get(item.modality, Modality.IMAGE),
-            source=_decode_source(index, item),
-            mime=item.mime_type,
-            uuid=item.uuid,
-        )
-        for index, item in enumerate(message.media)
-    )
-
-
-def _decode_source(index: int, item: pb.MediaItem) -> MediaSource:
-    match item.WhichOneof("source"):
-        case "url":
-            return Url(item.url)
-        case "data_uri":
-            return DataUri(item.data_uri)
-        case "raw_bytes":
-            return RawBytes(item.raw_bytes)
-        case _:
-            raise MediaError(index, "the source is absent: set url, data_uri or raw_bytes", Stage.FETCH)
 
 
 def _decode_session(message: pb.GenerateRequest, sessions: SessionCodec | None) -> Session | None:
@@ -237,7 +210,8 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
     else:
         message.token_ids.ids.extend(request.prompt)
     for item in request.media:
-        _encode_media(item, message.media.add())
+        encode_media(item, message.media.add())
+    encode_media_options(request.media_options, message.media_options)
     sampling, stopping = request.sampling, request.stopping
     for name in (*_SAMPLING_FIELDS, "top_k"):
         if getattr(sampling, name) is not None:
@@ -272,16 +246,3 @@ def _encode_request(request: GenerateRequest) -> pb.GenerateRequest:
             case EncoderReference():
                 raise Internal("a reference that was read goes no further; a request carries it sealed")
     return message
-
-
-def _encode_media(item: MediaItem, message: pb.MediaItem) -> None:
-    message.modality = NUMBERS[item.modality]
-    message.mime_type = item.mime
-    message.uuid = item.uuid
-    match item.source:
-        case Url(url):
-            message.url = url
-        case DataUri(uri):
-            message.data_uri = uri
-        case RawBytes(data):
-            message.raw_bytes = data

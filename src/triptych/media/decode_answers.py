@@ -1,0 +1,110 @@
+"""What a decode process answered, checked and mapped: nothing that it says is believed.
+
+    descriptor -> sealed for good, and as long as its numbers come to -> mapped, read-only -> Picture, Clip or Sound
+
+A process runs what strangers wrote, so it may have been taken over: the worst that it can do then is to give wrong
+pixels for the one file that took it over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from triptych.core.clip import Clip, FramePlan
+from triptych.core.errors import InvalidRequest
+from triptych.core.media import Picture
+from triptych.core.sound import Sound
+from triptych.media.decode_wire import CHANNELS, INDEX, SAMPLE, TIMESTAMP, Frames, Pixels, Samples, pixels_header
+from triptych.media.windows import plan_windows
+
+if TYPE_CHECKING:
+    from triptych.core.clip import FrameFit, FrameSampling
+    from triptych.core.config import MediaLimits
+    from triptych.media.header import Size
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+"""What keeps a descriptor's content and length as they are, whoever else has it."""
+
+
+def picture_of(answer: Pixels, descriptor: int, claimed: Size) -> Picture:
+    """The pixels where they lie.
+
+    Raises:
+        ValueError: they are not what was asked for.
+    """
+    width, height = answer.width, answer.height
+    if width * height > claimed.pixels:
+        raise ValueError(f"{width} x {height} pixels where its header says {claimed.width} x {claimed.height}")
+    start = len(pixels_header(width, height))
+    pages = _map(descriptor, start + width * height * CHANNELS)
+    return Picture(np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, CHANNELS))
+
+
+def clip_of(
+    answer: Frames, descriptor: int, sampling: FrameSampling, fit: FrameFit | None, limits: MediaLimits
+) -> Clip:
+    """The frames where they lie.
+
+    Raises:
+        ValueError: they are not what was asked for, or contradict themselves.
+    """
+    count, height, width = answer.frames, answer.height, answer.width
+    most = min(limits.max_clip_frames, sampling.num_frames or sampling.max_frames or limits.max_clip_frames)
+    if count > most or count * height * width > limits.max_clip_pixels:
+        raise ValueError(f"{count} frames of {width} x {height} where at most {most} were asked for")
+    if fit is not None and (height % fit.cell or width % fit.cell):
+        raise ValueError(f"frames of {width} x {height} are not of whole cells of {fit.cell}")
+    if answer.total > limits.max_source_frames or not answer.duration <= limits.max_clip_seconds:
+        raise ValueError(f"{answer.total} frames of {answer.duration} s in the file")
+    length = count * height * width * CHANNELS
+    pages = _map(descriptor, length + count * (np.dtype(INDEX).itemsize + np.dtype(TIMESTAMP).itemsize))
+    indices = np.frombuffer(pages, INDEX, count, length)
+    timestamps = np.frombuffer(pages, TIMESTAMP, count, length + indices.nbytes)
+    if not np.isfinite(timestamps).all():
+        raise ValueError("times that are not finite numbers")
+    try:
+        plan = FramePlan(tuple(indices.tolist()), tuple(timestamps.tolist()), answer.fps, answer.total, answer.duration)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from error
+    frames = np.frombuffer(pages, np.uint8, length).reshape(count, height, width, CHANNELS)
+    return Clip(frames, plan)
+
+
+def sound_of(answer: Samples, descriptor: int, rate: int, window: int | None, limits: MediaLimits) -> Sound:
+    """The samples where they lie.
+
+    Raises:
+        ValueError: they are not what was asked for.
+    """
+    if answer.samples > most_samples(rate, limits):
+        raise ValueError(f"{answer.samples} samples where {limits.max_sound_seconds} s may be heard")
+    pages = _map(descriptor, answer.samples * np.dtype(SAMPLE).itemsize)
+    samples = np.frombuffer(pages, SAMPLE)
+    if not np.isfinite(samples).all():
+        raise ValueError("samples that are not finite numbers")
+    return Sound(samples, rate, plan_windows(answer.samples, window))
+
+
+def most_samples(rate: int, limits: MediaLimits) -> int:
+    """Of a sound within the limits at a model's rate; the resampler rounds up, and may add its last one."""
+    return limits.max_sound_seconds * rate + 2
+
+
+def _map(descriptor: int, length: int) -> mmap.mmap:
+    """Memory that its process cannot change, or take away, any more.
+
+    Raises:
+        ValueError: it could, or it is not of this length.
+    """
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        sealed = False  # no memory of its own, but some other file
+    if not sealed or os.fstat(descriptor).st_size != length:
+        raise ValueError("the descriptor is not of what was decoded")
+    return mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)

@@ -1,0 +1,50 @@
+"""A media worker without a process, for tests and for media that are trusted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triptych.media.audio import decode_sound
+from triptych.media.decode import decode_here
+from triptych.media.video import decode_clip
+
+if TYPE_CHECKING:
+    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.config import MediaLimits
+    from triptych.core.media import Picture
+    from triptych.core.media_options import PictureOptions
+    from triptych.core.sound import Sound
+    from triptych.media.decode import Admitted
+
+
+class InProcess:
+    """Decodes in the thread that asks, without ceilings. Thread-safe.
+
+    Args:
+        limits: of the items that it will be given.
+    """
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self.starts = 0
+        self.deaths = 0
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+        """The pixels, decoded by the calling thread."""
+        return decode_here(index, data, admitted, options)
+
+    def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
+        """The frames, decoded by the calling thread."""
+        return decode_clip(index, data, sampling, self._limits, fit)
+
+    def sound(
+        self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
+    ) -> Sound:
+        """The samples, decoded by the calling thread."""
+        return decode_sound(index, data, rate, self._limits, window_seconds, of_film=of_film)
+
+    def close(self) -> None:
+        """Nothing to do."""

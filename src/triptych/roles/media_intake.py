@@ -1,0 +1,381 @@
+"""Media of requests, from what a client sent to what the tower reads.
+
+    check     kinds, sources, options: nothing is opened                  before a request is accepted
+    enter     a place in line for shares
+    read      URLs are fetched, data: URIs decoded; content keys          with one share
+    open      headers, and whether that is too much; what was prepared    with as many shares as the items weigh
+              before is there; the rest is decoded, in processes, and
+              patched, on threads
+    leave     the shares are free once all work has ended
+
+Nothing here runs on the event loop for longer than it takes to hand work over. ``read`` and ``open`` belong inside a
+ticket's ``run``: cancelling them ends fetches and places in line at once, and waits for work that cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from triptych.core.errors import InvalidRequest, UnsupportedFeature
+from triptych.core.media import DataUri, Modality, Picture, Url
+from triptych.core.media_options import ClipOptions, PictureOptions
+from triptych.media.admission import Admission
+from triptych.media.data_uri import decode_data_uri
+from triptych.media.decode import admit_picture
+from triptych.media.limits import RequestBudget, check_item_bytes, check_item_count
+from triptych.media.prepared import Prepared, PreparedItems
+from triptych.media.work import on_thread
+from triptych.processors.identity import content_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+
+    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.config import MediaLimits
+    from triptych.core.encoder_input import EncoderInput
+    from triptych.core.media import MediaItem
+    from triptych.core.media_options import OptionLayer
+    from triptych.core.request import GenerateRequest
+    from triptych.media.admission import Ticket
+    from triptych.media.decode import Admitted
+    from triptych.media.fetch import FetchStatistics
+    from triptych.media.workers import DecodeStatistics
+    from triptych.roles.frontend import Frontend
+
+T = TypeVar("T")
+
+OPENINGS = ("image_loads", "clip_loads", "preprocess_calls")
+"""What is counted where media are opened."""
+
+
+class Decoder(Protocol):
+    """Decodes items where they can harm nobody: ``media.workers.MediaPool``."""
+
+    async def start(self) -> None:
+        """Be ready before the first item."""
+        ...
+
+    async def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+        """The pixels of an admitted picture."""
+        ...
+
+    async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
+        """The chosen frames of a video, in the size that the model looks at."""
+        ...
+
+    async def close(self) -> None:
+        """Let what runs end, refuse what waits."""
+        ...
+
+    def statistics(self) -> DecodeStatistics:
+        """Counts as of now."""
+        ...
+
+
+class Fetcher(Protocol):
+    """Media by URL: ``media.fetch.Fetcher``."""
+
+    async def fetch(self, index: int, url: str) -> bytes:
+        """The bytes at a URL."""
+        ...
+
+    def statistics(self) -> FetchStatistics:
+        """Counts as of now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ItemBytes:
+    """One media item, read and not yet decoded."""
+
+    index: int
+    """In its request, from 0."""
+    data: bytes
+    """The encoded file."""
+    options: PictureOptions | ClipOptions
+    """How it is read, which also says what it is."""
+    key: bytes
+    """Its content key."""
+
+
+class _PictureJob(NamedTuple):
+    """A picture to be prepared."""
+
+    item: ItemBytes
+    options: PictureOptions
+    admitted: Admitted
+
+    def part(self, limits: MediaLimits) -> float:
+        """What it weighs, of all shares; at its limit it takes them all."""
+        return max(self.admitted.size.pixels, self.options.min_pixels or 0) / limits.max_item_pixels
+
+
+class _ClipJob(NamedTuple):
+    """A video to be prepared."""
+
+    item: ItemBytes
+    options: ClipOptions
+
+    def part(self, limits: MediaLimits) -> float:
+        """As for pictures. How long it plays is known once it is decoded; until then its encoded bytes have to do."""
+        return len(self.item.data) / limits.max_item_bytes
+
+
+class Holding:
+    """The encoded bytes of one request's items, as they come in."""
+
+    def __init__(self, held: Counter[str]) -> None:
+        self._held = held
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """One more item is there."""
+        self._bytes += size
+        self._held["bytes"] += size
+
+    def end(self) -> None:
+        """They are not used any more."""
+        self._held["bytes"] -= self._bytes
+
+
+class MediaIntake:
+    """Opens media for one engine. Belongs to one event loop.
+
+    Args:
+        frontend: what reads media, and its limits.
+        decoder: closed with this.
+        fetcher: None where URLs are not fetched.
+        server: how the server wants media to be read.
+
+    Raises:
+        InvalidRequest: ``server`` contradicts what the model prefers.
+    """
+
+    def __init__(self, frontend: Frontend, decoder: Decoder, fetcher: Fetcher | None, server: OptionLayer) -> None:
+        self._processor = frontend.processor
+        self._limits = limits = frontend.limits
+        self._decoder = decoder
+        self._fetcher = fetcher
+        self._layer = server.over(frontend.processor.preferences)
+        self._layer.picture()
+        self._layer.clip()
+        self._admission = Admission(
+            limits.media_preparation_limit, limits.max_waiting_preparations, limits.max_waiting_bytes
+        )
+        self._prepared = PreparedItems(limits.prepared_cache_bytes)
+        self._threads = ThreadPoolExecutor(limits.media_preparation_limit, thread_name_prefix="media")
+        self._counts = Counter(dict.fromkeys(OPENINGS, 0))
+        self._held = Counter(bytes=0)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether media may come by URL."""
+        return self._fetcher is not None
+
+    async def start(self) -> None:
+        """Be ready before the first item, which would else wait for processes to start.
+
+        Raises:
+            Internal: one cannot be started.
+        """
+        await self._decoder.start()
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what is known to be wrong before anything is opened.
+
+        Raises:
+            TriptychError: naming the item or the option.
+        """
+        check_item_count(len(request.media), self._limits)
+        for index, item in enumerate(request.media):
+            if isinstance(item.source, Url) and self._fetcher is None:
+                raise UnsupportedFeature(
+                    f"media item {index}: this engine fetches no URLs (--no-fetch); send a data: URI or raw bytes"
+                )
+        picture, clip = self._options(request)
+        limits = self._limits
+        for kind, options, most, flag in (
+            ("image", picture, limits.max_item_pixels, "--max-item-pixels"),
+            ("video", clip, limits.max_clip_pixels, "--max-clip-pixels"),
+        ):
+            for name in ("min_pixels", "max_pixels"):
+                if (getattr(options, name) or 0) > most:
+                    asked = f"media_options.{kind}.{name} is {getattr(options, name)}"
+                    raise InvalidRequest(f"{asked}; at most {most} ({flag})")
+
+    def _options(self, request: GenerateRequest) -> tuple[PictureOptions, ClipOptions]:
+        layer = request.media_options.over(self._layer)
+        return layer.picture(), layer.clip()
+
+    def enter(self, request: GenerateRequest) -> Ticket:
+        """A place in line for shares.
+
+        Raises:
+            Overloaded: the line is full.
+        """
+        return self._admission.enter(sum(_sent_bytes(item) for item in request.media))
+
+    @contextmanager
+    def holding(self) -> Iterator[Holding]:
+        """While a request's encoded bytes are in use; they are counted."""
+        holding = Holding(self._held)
+        try:
+            yield holding
+        finally:
+            holding.end()
+
+    async def read(self, request: GenerateRequest, holding: Holding) -> tuple[ItemBytes, ...]:
+        """The items' bytes, and who they are.
+
+        Raises:
+            MediaError: one cannot be had, or they have too many bytes; ``index`` names it.
+        """
+        budget = RequestBudget(self._limits)
+        picture, clip = self._options(request)
+        by_kind: dict[Modality, PictureOptions | ClipOptions] = {Modality.IMAGE: picture, Modality.VIDEO: clip}
+        salt = request.cache.salt
+
+        async def read(index: int, item: MediaItem) -> ItemBytes:
+            found = await self._read(index, item, by_kind[item.modality], salt)
+            budget.take_bytes(index, len(found.data))
+            holding.add(len(found.data))
+            return found
+
+        return await _together([read(index, item) for index, item in enumerate(request.media)])
+
+    async def _read(self, index: int, item: MediaItem, options: PictureOptions | ClipOptions, salt: str) -> ItemBytes:
+        source, fingerprint = item.source, self._processor.fingerprint
+        fetched = None
+        if isinstance(source, Url) and self._fetcher is not None:
+            fetched = await self._fetcher.fetch(index, source.url)
+
+        def look() -> ItemBytes:
+            match source:
+                case Url():
+                    data = fetched or b""
+                case DataUri(uri):
+                    data = decode_data_uri(index, uri, self._limits)
+                case _:
+                    data = source.data
+            check_item_bytes(index, len(data), self._limits)
+            key = content_key(data, options=options.canonical(), fingerprint=fingerprint, salt=salt, uuid=item.uuid)
+            return ItemBytes(index, data, options, key)
+
+        return await on_thread(self._threads, look)
+
+    async def open(self, ticket: Ticket, items: Sequence[ItemBytes]) -> tuple[EncoderInput, ...]:
+        """Each item as the tower reads it; the same one once.
+
+        Raises:
+            MediaError: one cannot be used, or they are over a limit; ``index`` names it.
+            Cancelled: nobody wants it any more.
+        """
+        budget = RequestBudget(self._limits)
+        jobs = await on_thread(self._threads, _look, items, budget)
+        new = {job.item.key: job.part(self._limits) for job in jobs if not self._prepared.has(job.item.key)}
+        if new:
+            await ticket.weigh(math.ceil(sum(new.values()) * self._limits.media_preparation_limit))
+        return await _together([self._open(job, budget) for job in jobs])
+
+    async def _open(self, job: _PictureJob | _ClipJob, budget: RequestBudget) -> EncoderInput:
+        index, key = job.item.index, job.item.key
+        if isinstance(job, _PictureJob):
+            return (await self._prepared.get(index, key, partial(self._prepare_picture, job))).input
+        prepared = await self._prepared.get(index, key, partial(self._prepare_clip, job))
+        budget.take_pixels(index, prepared.pixels)
+        return prepared.input
+
+    async def _prepare_picture(self, job: _PictureJob) -> Prepared:
+        index, data, key = job.item.index, job.item.data, job.item.key
+        self._counts["image_loads"] += 1
+        picture = await self._decoder.picture(index, data, job.admitted, job.options)
+        return await self._patch(
+            picture.pixels.size // 3, lambda: self._processor.encoder_input(index, picture, key, job.options)
+        )
+
+    async def _prepare_clip(self, job: _ClipJob) -> Prepared:
+        index, data, key = job.item.index, job.item.data, job.item.key
+        self._counts["clip_loads"] += 1
+        fit = self._processor.frame_fit(job.options)
+        clip = await self._decoder.clip(index, data, job.options.sampling, fit)
+        return await self._patch(clip.frames.size // 3, lambda: self._processor.clip_input(index, clip, key))
+
+    async def _patch(self, pixels: int, work: Callable[[], EncoderInput]) -> Prepared:
+        self._counts["preprocess_calls"] += 1
+        return Prepared(await on_thread(self._threads, work), pixels)
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """Do what comes after media are open, and is no work for the event loop."""
+        return await on_thread(self._threads, work)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """Every ledger's counts as of now."""
+        ledgers: dict[str, dict[str, float]] = {
+            "media_admission": asdict(self._admission.statistics()),
+            "media_decoding": asdict(self._decoder.statistics()),
+            "media_held": dict(self._held),
+            "prepared_items": self._prepared.statistics(),
+        }
+        if self._fetcher is not None:
+            ledgers["media_fetching"] = asdict(self._fetcher.statistics())
+        return ledgers
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """How often the costly things were done."""
+        return dict(self._counts)
+
+    async def close(self) -> None:
+        """Wait for both pools, in whichever order they end; there must be no new work.
+
+        Raises:
+            Exception: the first thing that went wrong, once both have ended.
+        """
+        ends = await asyncio.gather(
+            self._decoder.close(), asyncio.to_thread(self._threads.shutdown), return_exceptions=True
+        )
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+
+
+def _look(items: Sequence[ItemBytes], budget: RequestBudget) -> list[_PictureJob | _ClipJob]:
+    """Read headers, whoever prepared the items before: limits hold for all. Runs on a thread."""
+    jobs: list[_PictureJob | _ClipJob] = []
+    for item in items:
+        if isinstance(item.options, ClipOptions):
+            jobs.append(_ClipJob(item, item.options))
+            continue
+        admitted = admit_picture(item.index, item.data, budget)
+        budget.take_pixels(item.index, max(0, (item.options.min_pixels or 0) - admitted.size.pixels))
+        jobs.append(_PictureJob(item, item.options, admitted))
+    return jobs
+
+
+def _sent_bytes(item: MediaItem) -> int:
+    """What an item takes before it is read."""
+    source = item.source
+    match source:
+        case Url():
+            return 0
+        case DataUri(uri):
+            return len(uri)
+    return len(source.data)
+
+
+async def _together(work: Sequence[Coroutine[object, object, T]]) -> tuple[T, ...]:
+    """The results of all, in order. One that fails ends the others, which are waited for."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
