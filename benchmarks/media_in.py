@@ -4,10 +4,10 @@
     scripts/bench media_in --pixels 200704              the tower looks at larger pictures
     scripts/bench media_in --flags="--decode-workers 2" another engine
 
-costs      pictures per second and core, medians. ``decode`` is Pillow alone in one thread, the floor. ``transformers`` is
-           that and its processor for these models; ``engine`` is everything that an engine process with the demo model
-           and its decoding processes do for a picture: gRPC, decoding, preparation, tower, two tokens of an answer.
-           What is compared takes turns. Below it, where the engine's milliseconds went
+costs      pictures per second and core, medians. ``decode`` is Pillow alone in one thread, the floor; ``transformers``
+           is that and its processor for these models; ``engine`` is everything that an engine with the demo model and
+           its decoding processes do for a picture: gRPC, decoding, preparation, tower, two tokens of an answer. What is
+           compared takes turns. Below it, where the engine's milliseconds went
 stalls     how soon Health is answered meanwhile, asked by another process, and how late that process woke by itself:
            on a machine with too few cores the one contains the other
 memory     resident, of the engine and of its decoding processes, before, after, and at the most

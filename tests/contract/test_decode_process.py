@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.corpus import clips, sounds
+from tests.corpus import bombs, clips, sounds
 from tests.corpus.bad_pictures import bad_pictures
 from tests.corpus.drawn import RGB
 from tests.corpus.picture_files import PNG_RGB, chunk, png
@@ -78,6 +78,12 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def resident(pid: int) -> int:
+    """Bytes that it had at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -203,6 +209,40 @@ def test_a_picture_that_takes_too_long_is_told_the_limit(data: bytes) -> None:
     worker.close()
 
 
+def test_a_video_that_takes_too_much_memory_is_refused_in_whatever_way_its_decoder_takes_that() -> None:
+    limits = MediaLimits(max_frame_pixels=96 * 64)
+    worker = DecodeProcess(limits, DecodeConfig(decode_seconds=60))
+    worker.start()
+    before = worker.pid, resident(worker.pid)
+    with pytest.raises(MediaError, match="media item 3: (decode|limit): ") as refused:
+        worker.clip(3, bombs.packed_frames(), FrameSampling(), None)
+    assert not isinstance(refused.value, MediaUnavailable)
+    if worker.pid == before[0]:
+        ceiling = file_ceiling(len(bombs.packed_frames()), limits, DecodeConfig())
+        assert resident(worker.pid) < before[1] + ceiling.memory + 16 * MIB
+    assert len(worker.clip(0, clips.encoded(), FrameSampling(num_frames=4), None).frames) == 4
+    worker.close()
+
+
+@pytest.mark.parametrize("make", [bombs.packed_frames, bombs.sudden_frames])
+def test_a_video_that_takes_too_long_is_told_the_limit(make: Callable[[], bytes]) -> None:
+    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.2))
+    with pytest.raises(MediaError, match=r"this video took more than 0.\d s of processor time") as refused:
+        worker.clip(3, make(), FrameSampling(num_frames=4), None)
+    assert (refused.value.index, refused.value.stage) == (3, Stage.LIMIT)
+    assert len(worker.clip(3, clips.encoded(), FrameSampling(num_frames=4), None).frames) == 4
+    assert (worker.starts, worker.deaths) == (2, 1)
+    worker.close()
+
+
+def test_a_sound_that_takes_too_long_is_told_the_limit() -> None:
+    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.02))
+    with pytest.raises(MediaError, match=r"this sound took more than 0.0 s of processor time") as refused:
+        worker.sound(3, bombs.endless_packets(), 16000)
+    assert (refused.value.index, refused.value.stage) == (3, Stage.LIMIT)
+    worker.close()
+
+
 def test_a_worker_that_died_while_idle_harms_no_picture(worker: DecodeProcess) -> None:
     for starts in (2, 3):
         decode(worker)
@@ -233,6 +273,18 @@ def test_nothing_stays_open(worker: DecodeProcess) -> None:
     for data in (GOOD, BAD["cut.png"], BAD["tiles.tif"], GOOD, BAD["liar.png"], GOOD):
         with contextlib.suppress(MediaError):
             decode(worker, data)
+    for name in ("mp4 h264 with B frames", "gif"):
+        film = clips.encoded(clips.KINDS[name])
+        for data in (film, film[: len(film) // 2]):
+            with contextlib.suppress(MediaError):
+                worker.clip(0, data, FrameSampling(num_frames=4), None)
+    for data in (sounds.encoded(), sounds.encoded()[:900]):
+        with contextlib.suppress(MediaError):
+            worker.sound(0, data, 16000)
+    theirs = len(os.listdir(f"/proc/{worker.pid}/fd"))
+    with contextlib.suppress(MediaError):
+        worker.clip(0, sounds.encoded(sounds.KINDS["m4a"]), FrameSampling(), None)
+    assert len(os.listdir(f"/proc/{worker.pid}/fd")) == theirs < 10
     pid = worker.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: is_gone(pid))

@@ -28,7 +28,7 @@ from triptych.media.video import decode_clip
 from triptych.media.workers import MediaPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from triptych.media.workers import MediaWorker
 
@@ -162,11 +162,12 @@ async def test_a_limit_names_its_flag(
     kind: Callable[[MediaLimits], MediaWorker], changed: dict[str, int], asked: FrameSampling | int, message: str
 ) -> None:
     pool = MediaPool([kind(replace(LIMITS, **changed))], max_waiting=1)
+    if isinstance(asked, FrameSampling):
+        work: Coroutine[object, object, object] = pool.clip(2, clips.encoded(), asked, None)
+    else:
+        work = pool.sound(2, sounds.wav(8000, seconds=4), asked)
     with pytest.raises(MediaError, match=f"media item 2: {message}") as refused:
-        if isinstance(asked, FrameSampling):
-            await pool.clip(2, clips.encoded(), asked, None)
-        else:
-            await pool.sound(2, sounds.wav(8000, seconds=4), asked)
+        await work
     assert refused.value.stage is Stage.LIMIT
     await pool.close()
 
@@ -174,7 +175,7 @@ async def test_a_limit_names_its_flag(
 async def test_a_shape_that_a_model_refuses_is_an_error_of_preprocessing(pool: MediaPool) -> None:
     fit = FrameFit(cell=8, temporal=2, min_pixels=64, max_pixels=4 * 24 * 32)
     assert (await pool.clip(0, clips.narrow(), FrameSampling(), None)).frames.shape == (1, 2, 402, 3)
-    with pytest.raises(MediaError, match="media item 1: preprocess: .* is too narrow") as refused:
+    with pytest.raises(MediaError, match=r"media item 1: preprocess: .* is too narrow") as refused:
         await pool.clip(1, clips.narrow(), FrameSampling(), fit)
     assert refused.value.stage is Stage.PREPROCESS
 

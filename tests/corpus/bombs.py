@@ -89,17 +89,20 @@ def huge_gif() -> bytes:
     return bytes(data)
 
 
-def sudden_frames(count: int = 100) -> bytes:
-    """A header of 16 x 16 over a grey frame of 4096 x 2304 that is decoded again and again."""
+def sudden_frames() -> bytes:
+    """A header of 16 x 16 over a thousand grey frames of 4096 x 2304, in a few bytes each."""
     encoder = av.CodecContext.create("libvpx", "w")
     encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = 4096, 2304, "yuv420p", Fraction(1, 25)
-    encoder.options = {"cpu-used": "8", "deadline": "realtime"}
+    encoder.options = {"cpu-used": "8", "deadline": "realtime", "lag-in-frames": "0"}
     frame = av.VideoFrame(4096, 2304, "yuv420p")
     for plane in frame.planes:
         plane.update(b"\x80" * plane.buffer_size)
-    frame.pts = 0
-    content = bytes([*encoder.encode(frame), *encoder.encode(None)][0])
-    return matroska(film_track(16, 16, b"V_VP8"), b"".join(block(content, at * 40) for at in range(count)))
+    packets = []
+    for frame.pts in range(2):
+        packets += [bytes(packet) for packet in encoder.encode(frame)]
+    whole, same = packets
+    blocks = [block(whole), *(block(same, at * 30) for at in range(1, 1000))]
+    return matroska(film_track(16, 16, b"V_VP8"), b"".join(blocks))
 
 
 def silent_hour() -> bytes:

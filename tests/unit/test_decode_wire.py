@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -8,7 +10,6 @@ from hypothesis import strategies as st
 from triptych.core.clip import FrameFit, FrameSampling
 from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.media import Stage
-from triptych.media import decode_wire
 from triptych.media.decode_wire import (
     MAX_MESSAGE,
     ClipTask,
@@ -28,6 +29,9 @@ from triptych.media.decode_wire import (
     unpack_task,
 )
 from triptych.media.header import Format
+
+if TYPE_CHECKING:
+    from triptych.media.decode_wire import Answer, Task
 
 LENGTHS = st.integers(0, 2**40)
 SIDES = st.integers(1, 2**31 - 1)
@@ -59,13 +63,13 @@ def test_settings_survive() -> None:
 
 
 @given(TASKS)
-def test_tasks_survive(task: decode_wire.Task) -> None:
+def test_tasks_survive(task: Task) -> None:
     assert unpack_task(pack(task)) == task
     assert len(pack(task)) < MAX_MESSAGE
 
 
 @given(ANSWERS)
-def test_answers_survive(answer: decode_wire.Answer) -> None:
+def test_answers_survive(answer: Answer) -> None:
     assert unpack_answer(pack(answer)) == answer
     assert len(pack(answer)) < MAX_MESSAGE
 

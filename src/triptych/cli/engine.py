@@ -179,6 +179,7 @@ async def _serve(
         cleanup.push_async_callback(asyncio.to_thread, assignment.close)
         role = start(uuid.uuid4().hex)
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
+        await role.warm_up()
         server = await serve_role(
             role,
             *split_address(listeners.grpc),

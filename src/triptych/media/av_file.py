@@ -40,6 +40,8 @@ OPEN_ENDED = ("mp3", "aac", "wav")
 """Demuxers whose files may end in the middle of a packet: two never say how long they are, and what a WAV file says was
 compared with what there is before, but for those recorded through a pipe, which say nothing."""
 _MAX_STREAMS = 32
+_PADDING = 1 << 16
+"""Pixels by which a small frame may grow in a decoder's memory."""
 _NOT_FILM = Disposition.attached_pic | Disposition.timed_thumbnails
 """Pictures that go with a sound or a film, such as a cover."""
 
@@ -106,8 +108,16 @@ def _options(kind: Container, limits: MediaLimits) -> dict[str, str]:
         "codec_whitelist": ",".join(VIDEO_CODECS + SOUND_CODECS),
         "protocol_whitelist": "none",
         "max_streams": str(_MAX_STREAMS),
-        "max_pixels": str(limits.max_frame_pixels),
+        "max_pixels": str(_most_pixels(limits)),
     }
+
+
+def _most_pixels(limits: MediaLimits) -> int:
+    """Of a frame as a decoder stores it, which may be some columns and rows more than it shows.
+
+    This bounds what is allocated; which frames are taken is checked by what they show.
+    """
+    return 2 * limits.max_frame_pixels + _PADDING
 
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> NoReturn:
@@ -146,7 +156,7 @@ def check_codec(index: int, stream: Stream, known: Sequence[str]) -> None:
 def start_decoder(codec: CodecContext, limits: MediaLimits) -> None:
     """Bound the decoder before it opens: one thread, and no frame larger than allowed, whatever the stream says."""
     codec.thread_count = 1
-    codec.options = {"max_pixels": str(limits.max_frame_pixels)}
+    codec.options = {"max_pixels": str(_most_pixels(limits))}
 
 
 def packets_of(index: int, file: InputContainer, stream: Stream) -> Iterator[Packet[Stream]]:

@@ -211,7 +211,9 @@ def _decoded(index: int, film: _Film, stream: VideoStream, limits: MediaLimits) 
     before, pixels = None, 0
     for order, frame in enumerate(_frames(film, stream)):
         pixels += frame.height * frame.width
-        _check_work(index, pixels, limits)  # again: frames may grow on the way
+        # Again: frames may grow on the way.
+        _check_frame(index, FrameSize(frame.height, frame.width), limits)
+        _check_work(index, pixels, limits)
         tick = int(film.ticks[min(order, len(film.ticks) - 1)])
         if not film.by_order and frame.pts is not None:
             tick = frame.pts

@@ -16,7 +16,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from triptych.core.errors import Draining, KvSessionNotFound, ReferenceNotFound, RequestNotFound, UnsupportedFeature
-from triptych.roles.contract import AbortOutcome, EngineDescription, HealthCheck, HealthState, Load, ModelDescription
+from triptych.roles.contract import (
+    AbortOutcome,
+    EngineDescription,
+    HealthCheck,
+    HealthState,
+    Load,
+    ModelDescription,
+    RoleName,
+)
 from triptych.roles.kv_feed import KvFeed
 from triptych.roles.probe import InferenceProbe, one_picture, one_token
 
@@ -214,7 +222,16 @@ class Desk:
             checks.append(await self._probe.check())
         return tuple(checks)
 
-    # -- the end ---------------------------------------------------------------------------------
+    # -- the beginning and the end ---------------------------------------------------------------------------------
+
+    async def warm_up(self) -> None:
+        """Start what the first request with media would else wait for; a decode engine hardly ever gets one.
+
+        Raises:
+            Internal: it cannot be started.
+        """
+        if self._intake.media is not None and self._description.role is not RoleName.DECODE:
+            await self._intake.media.start()
 
     async def drain(self, grace: float) -> None:
         """Refuse, wait, abort the rest, stop; see ``Role.drain``."""
