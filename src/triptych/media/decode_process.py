@@ -166,8 +166,8 @@ class _Paper:
 
     def write(self, numbers: npt.NDArray[Any]) -> None:
         """Add to it."""
-        left = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
-        while left.size:
+        left = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+        while left:
             left = left[self.file.write(left) :]
 
     def seal(self) -> int:

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from triptych.core.errors import InvalidRequest, UnsupportedFeature
-from triptych.core.media import DataUri, Modality, Picture, Url
+from triptych.core.errors import Internal, InvalidRequest, UnsupportedFeature
+from triptych.core.media import DataUri, Modality, RawBytes, Url
 from triptych.core.media_options import ClipOptions, PictureOptions
 from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from triptych.core.clip import Clip, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
-    from triptych.core.media import MediaItem
+    from triptych.core.media import MediaItem, Picture
     from triptych.core.media_options import OptionLayer
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
@@ -251,24 +251,21 @@ class MediaIntake:
         return await _together([read(index, item) for index, item in enumerate(request.media)])
 
     async def _read(self, index: int, item: MediaItem, options: PictureOptions | ClipOptions, salt: str) -> ItemBytes:
-        source, fingerprint = item.source, self._processor.fingerprint
-        fetched = None
-        if isinstance(source, Url) and self._fetcher is not None:
-            fetched = await self._fetcher.fetch(index, source.url)
+        fingerprint = self._processor.fingerprint
+        source = RawBytes(await self._fetch(index, item.source)) if isinstance(item.source, Url) else item.source
 
         def look() -> ItemBytes:
-            match source:
-                case Url():
-                    data = fetched or b""
-                case DataUri(uri):
-                    data = decode_data_uri(index, uri, self._limits)
-                case _:
-                    data = source.data
+            data = decode_data_uri(index, source.uri, self._limits) if isinstance(source, DataUri) else source.data
             check_item_bytes(index, len(data), self._limits)
             key = content_key(data, options=options.canonical(), fingerprint=fingerprint, salt=salt, uuid=item.uuid)
             return ItemBytes(index, data, options, key)
 
         return await on_thread(self._threads, look)
+
+    async def _fetch(self, index: int, source: Url) -> bytes:
+        if self._fetcher is None:
+            raise Internal(f"media item {index}: a URL passed the checks, and nothing fetches here")
+        return await self._fetcher.fetch(index, source.url)
 
     async def open(self, ticket: Ticket, items: Sequence[ItemBytes]) -> tuple[EncoderInput, ...]:
         """Each item as the tower reads it; the same one once.
