@@ -5,9 +5,10 @@
     scripts/bench media_in --flags="--decode-workers 2" another engine
 
 costs      pictures per second and core, medians. ``decode`` is Pillow alone in one thread, the floor; ``transformers``
-           is that and its processor for these models; ``engine`` is everything that an engine with the demo model and
-           its decoding processes do for a picture: gRPC, decoding, preparation, tower, two tokens of an answer. What is
-           compared takes turns. Below it, where the engine's milliseconds went
+           is that and its processor for these models; ``engine`` is all that an engine with the demo model and its
+           decoding processes do for a picture: gRPC, decoding, preparation, tower, two tokens of an answer.
+           ``thumbnails`` is the same for pictures no larger than the tower sees them, and ``media in`` is what the
+           photographs cost more. What is compared takes turns. Below it, where the engine's milliseconds went
 stalls     how soon Health is answered meanwhile, asked by another process, and how late that process woke by itself:
            on a machine with too few cores the one contains the other
 memory     resident, of the engine and of its decoding processes, before, after, and at the most
@@ -80,6 +81,16 @@ def photographs() -> Iterator[bytes]:
         out = io.BytesIO()
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
         yield out.getvalue()
+
+
+def thumbnail(data: bytes, pixels: int) -> bytes:
+    """A file of the same picture, about as large as the tower sees it."""
+    with Image.open(io.BytesIO(data)) as picture:
+        shrink = (pixels / (picture.width * picture.height)) ** 0.5
+        small = picture.resize((int(picture.width * shrink), int(picture.height * shrink)))
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=90)
+    return out.getvalue()
 
 
 class Crowd:
@@ -179,6 +190,8 @@ class Alone:
         settings = json.loads((DEMO / "preprocessor_config.json").read_text())
         if pixels is not None:
             settings["size"]["longest_edge"] = pixels
+        self.pixels: int = settings["size"]["longest_edge"]
+        """Of a picture as the tower sees it, at the most."""
         self._theirs = Qwen2VLImageProcessorPil(**settings)
 
     def decode(self) -> Image.Image:
@@ -220,18 +233,17 @@ class Round(NamedTuple):
 
 
 class Bench:
-    """One engine, and the crowd in front of it."""
+    """One engine, and those in front of it."""
 
-    def __init__(self, engine: EngineChannel, processes: Processes, crowd: Crowd) -> None:
+    def __init__(self, engine: EngineChannel, processes: Processes) -> None:
         self._engine = engine
         self._processes = processes
-        self._crowd = crowd
 
-    async def turn(self) -> Round:
+    async def turn(self, crowd: Crowd) -> Round:
         """All requests once."""
         watch = await Watch.start(self._engine.address)
         before, start = self._processes.cost(), time.perf_counter()
-        first = await self._crowd.ask(self._engine)
+        first = await crowd.ask(self._engine)
         seconds = time.perf_counter() - start
         cost = self._processes.cost().since(before)
         return Round(cost, seconds, first, *await watch.stop())
@@ -246,23 +258,34 @@ class Bench:
         print(line("idle, the one who asks", seen.naps), flush=True)
 
 
-def show(rounds: Sequence[Round], alone: dict[str, list[float]], pictures: int) -> None:
-    """Everything but memory."""
-    print(line("crowd, Health", [each for one in rounds for each in one.answers]))
-    print(line("crowd, the one who asks", [each for one in rounds for each in one.naps]))
+def stalls(what: str, rounds: Sequence[Round]) -> None:
+    """Two rows: the engine, and the machine."""
+    print(line(f"{what}, Health", [each for one in rounds for each in one.answers]))
+    print(line(f"{what}, the one who asks", [each for one in rounds for each in one.naps]), flush=True)
+
+
+def costs(crowds: dict[str, list[Round]], alone: dict[str, list[float]], pictures: int) -> None:
+    """A row for each way, and the engine's parts."""
+    parts = {
+        name: Cost(*(statistics.median(part) / pictures for part in zip(*(one.cost for one in rounds), strict=True)))
+        for name, rounds in crowds.items()
+    }
+    more = parts["engine"].since(parts["thumbnails"])
     floor, theirs = (statistics.median(alone[name]) for name in ("decode", "transformers"))
-    cost = Cost(*(statistics.median(column) / pictures for column in zip(*(one.cost for one in rounds), strict=True)))
+    rows = {"decode": floor, "transformers": theirs, **{name: sum(part) for name, part in parts.items()}}
     print(f"\n{'costs':16} {'a second and core':>18} {'ms a picture':>13} {'of the floor':>13}")
-    for name, seconds in (("decode", floor), ("transformers", theirs), ("engine", sum(cost))):
+    for name, seconds in (rows | {"media in": sum(more)}).items():
         print(f"{name:16} {1 / seconds:18.1f} {1000 * seconds:13.1f} {floor / seconds:13.0%}")
-    for name, seconds in cost._asdict().items():
-        print(f"  {name:14} {'':18} {1000 * seconds:13.1f}")
-    print(f"engine to transformers: {theirs / sum(cost):.2f}x")
-    wall = statistics.median(one.seconds for one in rounds)
-    first = sorted(each for one in rounds for each in one.first)
+    print(f"{'ms a picture':16} {'engine':>18} {'thumbnails':>13} {'media in':>13}")
+    for name in Cost._fields:
+        whole, small, added = (1000 * getattr(part, name) for part in (parts["engine"], parts["thumbnails"], more))
+        print(f"  {name:14} {whole:18.1f} {small:13.1f} {added:13.1f}")
+    print(f"media in to transformers: {theirs / sum(more):.2f}x")
+    wall = statistics.median(one.seconds for one in crowds["engine"])
+    first = sorted(each for one in crowds["engine"] for each in one.first)
     print(
-        f"{pictures} pictures in {wall:.2f} s, {pictures / wall:.1f} a second on {os.cpu_count()} cores; first token "
-        f"after {first[len(first) // 2]:.2f} s (median), {first[-1]:.2f} s (worst)\n"
+        f"{pictures} photographs in {wall:.2f} s, {pictures / wall:.1f} a second on {os.cpu_count()} cores; "
+        f"first token after {first[len(first) // 2]:.2f} s (median), {first[-1]:.2f} s (worst)\n"
     )
 
 
@@ -271,25 +294,32 @@ async def measure(asked: argparse.Namespace) -> None:
     count = asked.requests * asked.pictures
     files = list(itertools.islice(photographs(), count))
     print(f"{count} photographs, {sum(map(len, files)) / count / MIB:.2f} MiB each on average; {asked.rounds} rounds\n")
-    crowd, alone = Crowd(files, asked.pictures, asked.pixels), Alone(files, asked.pixels)
+    alone = Alone(files, asked.pixels)
+    small = [thumbnail(data, alone.pixels) for data in files]
+    crowds = {
+        name: Crowd(group, asked.pictures, asked.pixels) for name, group in (("engine", files), ("thumbnails", small))
+    }
     ways = {"decode": alone.decode, "transformers": alone.transformers}
     async with AsyncExitStack() as cleanup:
         engines = Engines(cleanup, DEMO, shlex.split(asked.flags))
         engine, process = await engines.start_process("aggregated", [])
         processes = Processes(process)
         memory = [("ready", processes.memory())]
-        bench = Bench(engine, processes, crowd)
+        bench = Bench(engine, processes)
         await bench.idle()
-        rounds: list[Round] = []
+        rounds: dict[str, list[Round]] = {name: [] for name in crowds}
         times: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(asked.rounds + 1):
-            for name in alternating([*ways, "engine"], turn):
-                if name == "engine":
-                    rounds.append(await bench.turn())
-                else:
+            for name in alternating([*ways, *crowds], turn):
+                if name in ways:
                     times[name].append(alone.seconds(ways[name]))
+                else:
+                    rounds[name].append(await bench.turn(crowds[name]))
             memory.append((f"after round {turn}" if turn else "after the first", processes.memory()))
-        show(rounds[1:], {name: taken[1:] for name, taken in times.items()}, count)
+        warm = {name: taken[1:] for name, taken in rounds.items()}
+        for name, taken in warm.items():
+            stalls(name, taken)
+        costs(warm, {name: taken[1:] for name, taken in times.items()}, count)
         print(f"{'memory: MiB':16} {'engine':>8} {'at most':>8}   {'workers':>8} {'at most':>8}   (processes)")
         for when, seen in memory:
             print(f"{when:16} {seen}")

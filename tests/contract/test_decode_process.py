@@ -80,12 +80,6 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def resident(pid: int) -> int:
-    """Bytes that it had at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def until(condition: Callable[[], bool]) -> None:
     while not condition():
         time.sleep(0.005)
@@ -209,18 +203,19 @@ def test_a_picture_that_takes_too_long_is_told_the_limit(data: bytes) -> None:
     worker.close()
 
 
-def test_a_video_that_takes_too_much_memory_is_refused_in_whatever_way_its_decoder_takes_that() -> None:
-    limits = MediaLimits(max_frame_pixels=96 * 64)
-    worker = DecodeProcess(limits, DecodeConfig(decode_seconds=60))
-    worker.start()
-    before = worker.pid, resident(worker.pid)
-    with pytest.raises(MediaError, match="media item 3: (decode|limit): ") as refused:
-        worker.clip(3, bombs.packed_frames(), FrameSampling(), None)
-    assert not isinstance(refused.value, MediaUnavailable)
-    if worker.pid == before[0]:
-        ceiling = file_ceiling(len(bombs.packed_frames()), limits, DecodeConfig())
-        assert resident(worker.pid) < before[1] + ceiling.memory + 16 * MIB
-    assert len(worker.clip(0, clips.encoded(), FrameSampling(num_frames=4), None).frames) == 4
+def test_a_video_and_a_sound_that_take_too_much_memory_are_told_the_limit() -> None:
+    worker = DecodeProcess(MediaLimits(max_frame_pixels=96 * 64), DecodeConfig(decode_memory_bytes=1))
+    for _ in range(2):
+        with pytest.raises(MediaError, match=r"this video takes more than 0 MiB \(--decode-memory-bytes\)") as refused:
+            worker.clip(3, clips.encoded(), FrameSampling(), None)
+        assert (refused.value.index, refused.value.stage) == (3, Stage.LIMIT)
+        assert not isinstance(refused.value, MediaUnavailable)
+    assert worker.deaths == 2
+    worker.close()
+    worker = DecodeProcess(MediaLimits(max_frame_pixels=1), DecodeConfig(decode_memory_bytes=1))
+    with pytest.raises(MediaError, match=r"this sound takes more than 0 MiB \(--decode-memory-bytes\)") as refused:
+        worker.sound(4, sounds.encoded(sounds.KINDS["m4a, 8 channels"]), 16000)
+    assert (refused.value.index, refused.value.stage) == (4, Stage.LIMIT)
     worker.close()
 
 

@@ -61,7 +61,7 @@ def test_what_comes_out_has_room(field: str, bytes_each: int) -> None:
     assert 0 < process_output(large) - bytes_each * getattr(large, field) < MIB
 
 
-@pytest.mark.parametrize("field", ["decode_workers", "max_waiting_pictures", "decode_memory_bytes", "decode_seconds"])
+@pytest.mark.parametrize("field", ["decode_workers", "max_waiting_items", "decode_memory_bytes", "decode_seconds"])
 def test_settings_are_checked(field: str) -> None:
     with pytest.raises(StartupError, match=field):
         DecodeConfig(**{field: 0})

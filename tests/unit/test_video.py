@@ -189,6 +189,17 @@ def test_a_stream_larger_than_its_header_is_refused_before_it_is_decoded() -> No
     assert decode(data).frames.shape == (1, 512, 512, 3)
 
 
+def test_frames_of_exactly_the_largest_size_are_read_however_they_are_stored() -> None:
+    for recipe in clips.KINDS.values():
+        assert numbers(decode(encoded(recipe), FOUR, replace(LIMITS, max_frame_pixels=96 * 64))) == [0, 10, 19, 29]
+
+
+def test_frames_that_grow_beyond_the_largest_size_are_refused() -> None:
+    limits = replace(LIMITS, max_frame_pixels=4 * 96 * 64 - 1)
+    with pytest.raises(MediaError, match=r"frames of 192 x 128 are 24576 pixels; at most 24575 \(--max-frame-pixels\)"):
+        decode(clips.growing(), limits=limits)
+
+
 class Halved:
     """A fit that halves each side."""
 

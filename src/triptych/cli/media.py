@@ -112,8 +112,8 @@ class MediaFlags:
     decode_workers: Annotated[int, counted("Processes that decode media, one item each at a time.")] = (
         _DECODE.decode_workers
     )
-    max_waiting_pictures: Annotated[int, counted("Items that may wait for one of them; one more is refused.")] = (
-        _DECODE.max_waiting_pictures
+    max_waiting_items: Annotated[int, counted("Items that may wait for one of them; one more is refused.")] = (
+        _DECODE.max_waiting_items
     )
     decode_memory_bytes: Annotated[int, sized("Memory for decoding any item, beside what its own size adds")] = (
         _DECODE.decode_memory_bytes

@@ -114,16 +114,18 @@ class MediaLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Where pictures are decoded, and what that may take."""
+    """Where media are decoded, and what that may take."""
 
     decode_workers: int = 4
-    """Processes in which pictures are decoded, one each at a time."""
-    max_waiting_pictures: int = 1024
-    """Pictures that wait for one of them; one more is refused as overloaded."""
+    """Processes in which items are decoded, one each at a time."""
+    max_waiting_items: int = 1024
+    """Items that wait for one of them; one more is refused as overloaded."""
     decode_memory_bytes: int = 64 * MIB
-    """Memory for decoding any picture; every pixel adds 32 bytes, and every encoded byte adds 4."""
+    """Memory for decoding any item. Each pixel of a picture adds 32 bytes, a video or sound 160 for each pixel that a
+    frame may have, and every encoded byte 4."""
     decode_seconds: float = 1.0
-    """Processor time for decoding any picture; every 8 million pixels add as much, and so do every 64 MiB."""
+    """Processor time for decoding any item. Every 8 million pixels of a picture add as much, every 50 million of a video,
+    every 10 million samples of a sound, and the encoded bytes."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -131,7 +133,7 @@ class DecodeConfig:
         Raises:
             StartupError: naming the field.
         """
-        _positive(self, "decode_workers", "max_waiting_pictures", "decode_memory_bytes")
+        _positive(self, "decode_workers", "max_waiting_items", "decode_memory_bytes")
         if not 0 < self.decode_seconds < math.inf:
             raise StartupError(f"decode_seconds must be a finite number above 0, not {self.decode_seconds}")
 

@@ -1,8 +1,10 @@
 """The engine's end of one decode process: started at the first item, started again when it is gone.
 
-bytes -> a descriptor and a Task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
-                                      |
-                                      +-> gone, late, lying or out of memory: a MediaError, and another process
+    bytes -> a descriptor and a Task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
+                                          |
+                                          +-> gone, late, lying or out of memory: a MediaError, and another process
+
+What an answer says is believed nowhere; decode_answers.py looks at it.
 """
 
 from __future__ import annotations

@@ -259,4 +259,4 @@ def _closed() -> Draining:
 def process_pool(limits: MediaLimits, config: DecodeConfig) -> MediaPool:
     """The workers that an engine has."""
     workers = [DecodeProcess(limits, config) for _ in range(config.decode_workers)]
-    return MediaPool(workers, config.max_waiting_pictures)
+    return MediaPool(workers, config.max_waiting_items)
