@@ -124,8 +124,8 @@ class DecodeConfig:
     """Memory for decoding any item. Each pixel of a picture adds 32 bytes, a video or sound 160 for each pixel that a
     frame may have, and every encoded byte 4."""
     decode_seconds: float = 1.0
-    """Processor time for decoding any item. Every 8 million pixels of a picture add as much, every 50 million of a video,
-    every 10 million samples of a sound, and the encoded bytes."""
+    """Processor time for decoding any item. Every 8 million pixels of a picture add as much, every 50 million of a
+    video, every 10 million samples of a sound, and the encoded bytes."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
