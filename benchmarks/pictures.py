@@ -33,6 +33,7 @@ from turns import alternating
 import triptych
 from triptych.core.checkpoint import Section
 from triptych.core.config import MIB, MediaLimits
+from triptych.core.media_options import PictureOptions
 from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 from triptych.models.registry import load_tower
@@ -99,7 +100,7 @@ class Preparation:
 
     def ours(self, data: bytes) -> EncoderInput:
         """As a media worker does it."""
-        picture = decode_picture(0, data, RequestBudget(MediaLimits()))
+        picture = decode_picture(0, data, RequestBudget(MediaLimits()), fit=self._ours.picture_fit(PictureOptions()))
         return self._ours.encoder_input(0, picture, bytes(32))
 
     def numbers(self, data: bytes) -> torch.Tensor:

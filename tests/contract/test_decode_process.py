@@ -29,6 +29,7 @@ from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
 from triptych.core.media_options import PictureOptions
+from triptych.core.picture_fit import PictureFit
 from triptych.core.sound import Sound
 from triptych.media.decode import admit_picture
 from triptych.media.decode_answers import SEALS
@@ -45,6 +46,7 @@ from triptych.media.decode_wire import (
     pack,
     pixels_header,
 )
+from triptych.media.header import Size
 from triptych.media.limits import RequestBudget
 from triptych.media.workers import MediaPool
 
@@ -306,7 +308,7 @@ def test_a_process_is_small_and_limits_itself_for_good(worker: DecodeProcess) ->
     assert not [name for name in ("torch", "grpc", "tokenizers", "xgrammar") if name in maps]
     soft, hard = resource.prlimit(worker.pid, resource.RLIMIT_AS)
     config = DecodeConfig()
-    picture = picture_ceiling(LIMITS.max_item_pixels, LIMITS.max_item_bytes, config).memory
+    picture = picture_ceiling(Size(LIMITS.max_item_pixels, 1), None, LIMITS.max_item_bytes, config).memory
     most = max(picture, file_ceiling(LIMITS.max_item_bytes, LIMITS, config).memory)
     assert most < soft == hard < most + 1024 * MIB
     assert resource.prlimit(worker.pid, resource.RLIMIT_FSIZE)[1] < 600 * 192_000 * 4 + MIB
@@ -354,7 +356,7 @@ def sealed(content: bytes, seals: int = SEALS) -> int:
 
 
 PPM = pixels_header(4, 2) + bytes(24)
-PIXELS = Pixels(4, 2)
+PIXELS = Pixels(4, 2, 4, 2)
 FRAMES = Frames(2, 64, 96, 30.0, 30, 1.0)
 SAMPLES = Samples(16000)
 
@@ -371,6 +373,11 @@ def tone(samples: int = 16000, value: float = 0.5) -> bytes:
 
 def picture(worker: DecodeProcess) -> Picture:
     return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS)
+
+
+def fitted_picture(worker: DecodeProcess) -> Picture:
+    fit = PictureFit(cell=32, min_pixels=64, max_pixels=10**6, resample=3)
+    return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS, fit)
 
 
 def clip(worker: DecodeProcess) -> Clip:
@@ -413,9 +420,14 @@ FORGED: list[tuple[Ask, object, Callable[[], list[int]]]] = [
     (picture, PIXELS, lambda: [sealed(PPM[:-1])]),
     (picture, PIXELS, lambda: [os.open("/dev/zero", os.O_RDONLY)]),
     (picture, PIXELS, lambda: [os.open(__file__, os.O_RDONLY)]),
-    (picture, Pixels(400, 400), lambda: [sealed(pixels_header(400, 400) + bytes(480_000))]),
-    (picture, Pixels(0, 0), lambda: [sealed(PPM)]),
-    (picture, Pixels(2**31 - 1, 2**31 - 1), lambda: [sealed(PPM)]),
+    (picture, Pixels(400, 400, 400, 400), lambda: [sealed(pixels_header(400, 400) + bytes(480_000))]),
+    (picture, Pixels(0, 0, 0, 0), lambda: [sealed(PPM)]),
+    (picture, Pixels(4, 2, 2, 4), lambda: [sealed(PPM)]),
+    (fitted_picture, PIXELS, lambda: [sealed(PPM)]),
+    (fitted_picture, Pixels(32, 32, 4, 201), lambda: [sealed(pixels_header(32, 32) + bytes(3 * 32 * 32))]),
+    (fitted_picture, Pixels(32, 32, 400, 400), lambda: [sealed(pixels_header(32, 32) + bytes(3 * 32 * 32))]),
+    (fitted_picture, Pixels(64, 32, 4, 2), lambda: [sealed(pixels_header(64, 32) + bytes(3 * 64 * 32))]),
+    (picture, Pixels(2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1), lambda: [sealed(PPM)]),
     (picture, FRAMES, lambda: [sealed(film())]),
     (picture, SAMPLES, lambda: [sealed(tone())]),
     (picture, Ready(), list),

@@ -21,6 +21,7 @@ from triptych.media.workers import MediaPool, process_pool
 
 if TYPE_CHECKING:
     from triptych.core.clip import Clip, FrameFit
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
 
 ADMITTED = Admitted(Format.PNG, Size(1, 1))
@@ -40,7 +41,9 @@ class Gated:
     def start(self) -> None:
         pass
 
-    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+    def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+    ) -> Picture:
         self._wait()
         return Picture(np.full((1, 1, 3), index, np.uint8))
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.corpus import clips, sounds
 from tests.corpus.drawn import ALPHA, ON_WHITE, RGB, on_white
 from tests.corpus.picture_files import PNG_RGB, PNG_RGB_ALPHA, png
-from triptych.core.clip import Clip, FrameFit, FrameSampling
+from triptych.core.clip import Clip, FrameFit, FrameSampling, FrameSize
 from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.errors import MediaError
 from triptych.core.media import Picture, Stage
 from triptych.core.media_options import PictureOptions
+from triptych.core.picture_fit import PictureFit
 from triptych.core.sound import Sound, Window
 from triptych.media.audio import decode_sound
 from triptych.media.decode import admit_picture
@@ -80,6 +82,26 @@ async def test_transparency_shows_the_background_that_was_asked_for(pool: MediaP
     assert ((await decode(pool, CLEAR)).pixels == ON_WHITE).all()
     dark = (await decode(pool, CLEAR, background=(0, 0, 0))).pixels
     assert (dark == 255 - on_white(255 - RGB, ALPHA)).all()
+
+
+@pytest.mark.parametrize("resample", [Image.Resampling.BICUBIC, Image.Resampling.BILINEAR])
+@pytest.mark.parametrize("bounds", [(1, 1), (64, 32 * 32 * 4), (32 * 32 * 90, 10**6)])
+async def test_pictures_are_resized_where_they_are_decoded(
+    pool: MediaPool, bounds: tuple[int, int], resample: Image.Resampling
+) -> None:
+    fit = PictureFit(32, *bounds, resample)
+    admitted = admit_picture(0, GOOD, RequestBudget(LIMITS))
+    pixels = (await pool.picture(0, GOOD, admitted, PictureOptions(), fit)).pixels
+    height, width = fit.size(FrameSize(*RGB.shape[:2]))
+    assert (pixels == np.asarray(Image.fromarray(RGB).resize((width, height), resample))).all()
+
+
+async def test_a_picture_too_narrow_to_be_resized_is_refused(pool: MediaPool) -> None:
+    data = png(np.zeros((1, 201, 3), np.uint8), PNG_RGB)
+    admitted = admit_picture(3, data, RequestBudget(LIMITS))
+    with pytest.raises(MediaError, match="media item 3: preprocess: 201 x 1 is too narrow") as refused:
+        await pool.picture(3, data, admitted, PictureOptions(), PictureFit(32, 64, 10**6, 3))
+    assert refused.value.stage is Stage.PREPROCESS
 
 
 @pytest.mark.parametrize("name", ["mp4 h264 with B frames", "webm vp9", "avi mpeg4", "gif"])

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from tests import noise
 from tests.checkpoints import MODELS, token_ids, tokenise
 from tests.engine.paged import Sequence
+from tests.fitted import encoder_input
 from triptych.core.media import Modality, Picture
 from triptych.models.registry import load_model
 from triptych.models.vision.patches import patch_numbers
@@ -78,7 +79,7 @@ class Pair:
             if kind is Modality.IMAGE:
                 shape = (dice.randint(1, 150), dice.randint(1, 150), 3)
                 shown = Picture(pixels.integers(0, 256, shape, dtype=np.uint8))
-                inputs.append(self.processor.encoder_input(index, shown, key))
+                inputs.append(encoder_input(self.processor, index, shown, key))
             else:
                 clip = noise.clip(dice.randint(0, 999), dice.randint(1, 7), *(32 * dice.randint(1, 4) for _ in "hw"))
                 inputs.append(self.processor.clip_input(index, clip, key))

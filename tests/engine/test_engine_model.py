@@ -13,6 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from tests.checkpoints import token_ids, tokenise
 from tests.engine.setup import Bench
+from tests.fitted import encoder_input
 from triptych.core.events import Failed
 from triptych.core.media import Picture
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
@@ -61,7 +62,7 @@ def make(processor: Processor, name: str, seed: int) -> Request:
         words += [*draw.choices(plain, k=draw.randrange(1, 20)), *marker]
         shape = (draw.randrange(40, 200), draw.randrange(40, 200), 3)
         pixels = np.random.default_rng(seed * 10 + index).integers(0, 256, shape, np.uint8)
-        inputs.append(processor.encoder_input(index, Picture(pixels), (seed * 10 + index).to_bytes(32, "big")))
+        inputs.append(encoder_input(processor, index, Picture(pixels), (seed * 10 + index).to_bytes(32, "big")))
     words += draw.choices(plain, k=draw.randrange(1, 30))
     plan, placed = processor.plan(np.array(words, np.int32), inputs)
     return Request(

@@ -13,12 +13,12 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tests.checkpoints import tokenise
+from tests.fitted import encoder_input
 from triptych.core.checkpoint import Section
-from triptych.core.clip import MAX_ASPECT
-from triptych.core.errors import MediaError
+from triptych.core.clip import MAX_ASPECT, FrameSize
 from triptych.core.media import Picture
+from triptych.core.picture_fit import PictureFit
 from triptych.models.vision.patches import patch_numbers
-from triptych.processors.pixel_settings import Bounds, PixelSettings, Size
 from triptych.processors.qwen3_vl import Qwen3VLProcessor
 from triptych.processors.registry import load_processor
 
@@ -88,7 +88,7 @@ def assert_equal(entry: EncoderInput, reference: Qwen2VLImageProcessorPil, shown
 def test_patches_are_those_of_transformers(checkpoint: Callable[[str], Path], height: int, width: int) -> None:
     directory = checkpoint("vl-deepstack")
     shown = picture(height, width)
-    entry = load_processor(directory, tokenise).encoder_input(0, shown, bytes(32))
+    entry = encoder_input(load_processor(directory, tokenise), 0, shown, bytes(32))
     assert_equal(entry, Qwen2VLImageProcessorPil.from_pretrained(directory), shown)
 
 
@@ -96,7 +96,7 @@ def test_patches_are_those_of_transformers(checkpoint: Callable[[str], Path], he
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_large_pictures_with_published_settings(family: str, height: int, width: int) -> None:
     shown, images = picture(height, width), PUBLISHED[family]
-    entry = processor(**images).encoder_input(0, shown, bytes(32))
+    entry = encoder_input(processor(**images), 0, shown, bytes(32))
     assert_equal(entry, Qwen2VLImageProcessorPil(**images), shown)
 
 
@@ -129,7 +129,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int]:
 @given(image_settings(), shapes())
 def test_patches_of_any_shape_with_any_settings(images: dict[str, object], shape: tuple[int, int]) -> None:
     shown = picture(*shape)
-    entry = processor(**images).encoder_input(0, shown, bytes(32))
+    entry = encoder_input(processor(**images), 0, shown, bytes(32))
     assert_equal(entry, Qwen2VLImageProcessorPil(**images), shown)
 
 
@@ -148,17 +148,15 @@ sides = st.one_of(
 @settings(max_examples=2000)
 @given(sides, sides, st.sampled_from([1, 14, 28, 32, 48]), st.integers(1, 1 << 25), st.integers(0, 1 << 25))
 def test_sizes_are_those_of_transformers(height: int, width: int, cell: int, least: int, more: int) -> None:
-    bounds = Bounds(least, least + more)
-    pixels = PixelSettings(cell, 1, 2, bounds, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3)
+    fit = PictureFit(cell, least, least + more, 3)
     try:
         expected = smart_resize(height, width, cell, least, least + more)
     except ValueError:
-        nothing = Picture(np.broadcast_to(np.uint8(0), (height, width, 3)))
-        with pytest.raises(MediaError, match="is too narrow"):
-            processor(patch_size=cell).encoder_input(0, nothing, bytes(32))
+        with pytest.raises(ValueError, match="is too narrow"):
+            fit.size(FrameSize(height, width))
     else:
         assert max(height, width) <= MAX_ASPECT * min(height, width)
-        assert pixels.fit(Size(height, width), bounds) == expected
+        assert fit.size(FrameSize(height, width)) == expected
 
 
 @pytest.mark.parametrize(
@@ -177,7 +175,7 @@ def test_settings_are_read_from_the_files_that_transformers_writes(
     (tmp_path / "config.json").write_bytes((checkpoint("vl-deepstack") / "config.json").read_bytes())
     reference.save_pretrained(tmp_path)
     shown = picture(203, 517)
-    assert_equal(load_processor(tmp_path, tokenise).encoder_input(0, shown, bytes(32)), reference, shown)
+    assert_equal(encoder_input(load_processor(tmp_path, tokenise), 0, shown, bytes(32)), reference, shown)
 
 
 def test_the_newer_file_that_holds_every_processor_is_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -186,5 +184,5 @@ def test_the_newer_file_that_holds_every_processor_is_read(checkpoint: Callable[
     inner = (directory / "preprocessor_config.json").read_text()
     (tmp_path / "processor_config.json").write_text(f'{{"image_processor": {inner}}}')
     shown = picture(90, 61)
-    entries = [load_processor(d, tokenise).encoder_input(0, shown, bytes(32)) for d in (directory, tmp_path)]
+    entries = [encoder_input(load_processor(d, tokenise), 0, shown, bytes(32)) for d in (directory, tmp_path)]
     assert torch.equal(*(numbers(entry) for entry in entries))

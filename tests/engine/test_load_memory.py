@@ -32,6 +32,7 @@ import json, sys
 import numpy as np
 from tests.checkpoints import token_ids, tokenise
 from tests.engine.setup import Bench
+from tests.fitted import encoder_input
 from triptych.core.media import Picture
 from triptych.core.request import CacheOptions, Request, Sampling, Stopping
 from triptych.models.registry import describe, load_model
@@ -46,7 +47,7 @@ bench = Bench(model.text, model.tower, num_blocks=16, encoder_cache_bytes=1 << 2
 processor = load_processor(directory, tokenise)
 pixels = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
 words = [40, 41, *(token_ids()[f"<|{word}|>"] for word in ("vision_start", "image_pad", "vision_end")), 42, 43]
-plan, inputs = processor.plan(np.array(words, np.int32), [processor.encoder_input(0, Picture(pixels), bytes(32))])
+plan, inputs = processor.plan(np.array(words, np.int32), [encoder_input(processor, 0, Picture(pixels), bytes(32))])
 tokens = bench.run([Request(
     request_id="r", plan=plan, positions=processor.positions(plan), inputs=inputs, sampling=Sampling(temperature=0),
     stopping=Stopping(max_tokens=4, ignore_eos=True), eos_token_ids=frozenset(), cache=CacheOptions(), arrival=0.0,
@@ -64,6 +65,7 @@ print(json.dumps({
 TOWER = """
 import json, sys
 import numpy as np
+from tests.fitted import encoder_input
 from tests.checkpoints import tokenise
 from triptych.core.media import Picture
 from triptych.models.registry import describe, describe_tower, load_tower
@@ -75,7 +77,7 @@ before = peak()
 model = load_tower(directory)
 loaded = peak() - before
 pixels = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
-rows, = model.tower.encode([load_processor(directory, tokenise).encoder_input(0, Picture(pixels), bytes(32))])
+rows, = model.tower.encode([encoder_input(load_processor(directory, tokenise), 0, Picture(pixels), bytes(32))])
 print(json.dumps({
     "rows": list(rows.shape),
     "width": description.spec.row_width,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import TEXT_SHAPES, VISION_SHAPES, tokenise, write_checkpoint
+from tests.fitted import encoder_input
 from triptych.core.errors import CheckpointError, StartupError, UnknownArchitecture
 from triptych.core.media import Picture
 from triptych.models.registry import describe, describe_tower, load_model, load_tower
@@ -45,7 +46,7 @@ def pictures(directory: Path) -> list[EncoderInput]:
     processor, noise = load_processor(directory, tokenise), np.random.default_rng(7)
     sizes = ((40, 70), (96, 33), (64, 64))
     return [
-        processor.encoder_input(index, Picture(noise.integers(0, 256, (*size, 3), np.uint8)), bytes([index]) * 32)
+        encoder_input(processor, index, Picture(noise.integers(0, 256, (*size, 3), np.uint8)), bytes([index]) * 32)
         for index, size in enumerate(sizes)
     ]
 

@@ -95,7 +95,7 @@ class Bench:
         opened = []
         for index, item in enumerate(request.media):
             assert isinstance(item.source, RawBytes)
-            picture = decode_picture(index, item.source.data, budget)
+            picture = decode_picture(index, item.source.data, budget, fit=processor.picture_fit(PictureOptions()))
             key = content_key(
                 item.source.data,
                 options=PictureOptions().canonical(),

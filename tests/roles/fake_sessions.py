@@ -12,6 +12,7 @@ from tests.drawings import shape_png
 from tests.roles.fake_engine import LAYOUT, MODEL, frontend
 from triptych.core.handles import Handle
 from triptych.core.media import MediaItem, Modality, RawBytes
+from triptych.core.media_options import PictureOptions
 from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.core.session import FirstToken, KvSession
 from triptych.media.decode import decode_picture
@@ -35,9 +36,9 @@ def folded(*pngs: bytes, text: str = "hello there") -> tuple[int, ...]:
 
 def plan_of(*pngs: bytes, text: str = "hello there") -> PromptPlan:
     front = frontend()
-    budget = RequestBudget(front.limits)
+    budget, fit = RequestBudget(front.limits), front.processor.picture_fit(PictureOptions())
     inputs = [
-        front.processor.encoder_input(index, decode_picture(index, png, budget), bytes([index + 1]) * 32)
+        front.processor.encoder_input(index, decode_picture(index, png, budget, fit=fit), bytes([index + 1]) * 32)
         for index, png in enumerate(pngs)
     ]
     return front.processor.plan(np.array(folded(*pngs, text=text), np.int32), inputs)[0]

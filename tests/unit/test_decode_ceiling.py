@@ -3,10 +3,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from triptych.core.clip import FrameSize
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import MediaError, StartupError
 from triptych.core.media import Stage
+from triptych.core.picture_fit import PictureFit
 from triptych.media.decode_ceiling import (
     clip_seconds,
     file_ceiling,
@@ -17,6 +21,7 @@ from triptych.media.decode_ceiling import (
     process_output,
     sound_seconds,
 )
+from triptych.media.header import Size
 from triptych.media.limits import RequestBudget
 
 CONFIG = DecodeConfig(decode_memory_bytes=10 * MIB, decode_seconds=2.0)
@@ -24,9 +29,9 @@ LIMITS = MediaLimits()
 
 
 def test_a_ceiling_grows_with_the_picture_and_its_bytes() -> None:
-    assert picture_ceiling(0, 0, CONFIG) == (10 * MIB, 2.0)
-    assert picture_ceiling(8_000_000, 0, CONFIG) == (10 * MIB + 256_000_000, 4.0)
-    assert picture_ceiling(0, 64 * MIB, CONFIG) == (266 * MIB, 4.0)
+    assert picture_ceiling(Size(0, 0), None, 0, CONFIG) == (10 * MIB, 2.0)
+    assert picture_ceiling(Size(4000, 2000), None, 0, CONFIG) == (10 * MIB + 256_000_000, 4.0)
+    assert picture_ceiling(Size(0, 0), None, 64 * MIB, CONFIG) == (266 * MIB, 4.0)
 
 
 def test_a_file_may_take_the_memory_of_the_largest_frames_and_the_seconds_of_its_bytes_and_packets() -> None:
@@ -49,7 +54,10 @@ def test_seconds_are_granted_for_what_has_to_be_decoded() -> None:
 def test_a_process_may_take_what_the_greediest_item_takes(field: str) -> None:
     large = dataclasses.replace(LIMITS, **{field: 10 * getattr(LIMITS, field)})
     assert process_memory(large, CONFIG) > process_memory(LIMITS, CONFIG)
-    assert process_memory(LIMITS, CONFIG) >= picture_ceiling(LIMITS.max_item_pixels, LIMITS.max_item_bytes, CONFIG)[0]
+    assert (
+        process_memory(LIMITS, CONFIG)
+        >= picture_ceiling(Size(LIMITS.max_item_pixels, 1), None, LIMITS.max_item_bytes, CONFIG)[0]
+    )
     assert process_memory(LIMITS, CONFIG) >= file_ceiling(LIMITS.max_item_bytes, LIMITS, CONFIG)[0]
 
 
@@ -58,7 +66,18 @@ def test_a_process_may_take_what_the_greediest_item_takes(field: str) -> None:
 )
 def test_what_comes_out_has_room(field: str, bytes_each: int) -> None:
     large = dataclasses.replace(LIMITS, **{field: 10 * getattr(LIMITS, field)})
-    assert 0 < process_output(large) - bytes_each * getattr(large, field) < MIB
+    spare = process_output(large) - bytes_each * getattr(large, field)
+    assert 0 < spare < MIB or field == "max_item_pixels"  # of a picture that is made larger: below
+
+
+@given(st.integers(1, 200), st.integers(1, 640_000_000), st.integers(4, 96), st.booleans())
+def test_what_is_made_larger_has_room(aspect: int, least: int, cell: int, upright: bool) -> None:
+    narrow = FrameSize(aspect, 1) if upright else FrameSize(1, aspect)
+    height, width = PictureFit(cell, least, least, 3).size(narrow)
+    limits = dataclasses.replace(LIMITS, max_item_pixels=least)
+    assert height * width * 3 <= process_output(limits)
+    ceiling = picture_ceiling(Size(narrow.width, narrow.height), PictureFit(cell, least, least, 3), 0, CONFIG)
+    assert ceiling.memory <= process_memory(limits, CONFIG)
 
 
 @pytest.mark.parametrize("field", ["decode_workers", "max_waiting_items", "decode_memory_bytes", "decode_seconds"])

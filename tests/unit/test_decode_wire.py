@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from triptych.core.clip import FrameFit, FrameSampling
 from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.media import Stage
+from triptych.core.picture_fit import PictureFit
 from triptych.media.decode_wire import (
     MAX_MESSAGE,
     ClipTask,
@@ -39,8 +40,9 @@ COUNTS = st.integers(1, 2**40 - 1)
 COLOURS = st.tuples(*[st.integers(0, 255)] * 3)
 SAMPLINGS = st.builds(FrameSampling, fps=st.none() | st.floats(0.001, 1e6), min_frames=st.integers(1, 1000))
 FITS = st.builds(FrameFit, SIDES, SIDES, LENGTHS, LENGTHS, st.integers(0, 5))
+PICTURE_FITS = st.builds(PictureFit, SIDES, LENGTHS, LENGTHS, st.integers(0, 5))
 TASKS = st.one_of(
-    st.builds(PictureTask, LENGTHS, st.sampled_from(Format), SIDES, SIDES, COLOURS),
+    st.builds(PictureTask, LENGTHS, st.sampled_from(Format), SIDES, SIDES, COLOURS, st.none() | PICTURE_FITS),
     st.builds(ClipTask, LENGTHS, SAMPLINGS, st.none() | FITS),
     st.builds(SoundTask, LENGTHS, SIDES, st.booleans()),
 )
@@ -48,7 +50,7 @@ ANSWERS = st.one_of(
     st.just(Ready()),
     st.just(OutOfMemory()),
     st.builds(Working, st.floats(0.001, 1e6)),
-    st.builds(Pixels, SIDES, SIDES),
+    st.builds(Pixels, SIDES, SIDES, SIDES, SIDES),
     st.builds(Frames, COUNTS, SIDES, SIDES, st.floats(0.001, 1e6), COUNTS, st.floats(0.001, 1e6)),
     st.builds(Samples, COUNTS),
     st.builds(Failed, st.sampled_from(Stage), st.text(max_size=150)),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import noise
+from tests.fitted import encoder_input
 from tests.references import timed
 from triptych.core.checkpoint import Section
 from triptych.core.clip import FrameFit, FrameSampling
@@ -118,7 +119,7 @@ def test_ids_outside_the_spans_are_unchanged_and_spans_are_where_their_markers_w
 def test_a_plan_carries_inputs_to_their_places() -> None:
     family = processor()
     picture = Picture(np.zeros((64, 96, 3), dtype=np.uint8))
-    inputs = [family.encoder_input(index, picture, bytes([index]) * 32) for index in range(2)]
+    inputs = [encoder_input(family, index, picture, bytes([index]) * 32) for index in range(2)]
     plan, placed = family.plan(ids(1, IMAGE, 2, IMAGE), inputs)
     assert plan.rule is PositionRule.MROPE
     assert plan.fingerprint == family.fingerprint
@@ -129,16 +130,16 @@ def test_a_plan_carries_inputs_to_their_places() -> None:
 
 
 def test_the_three_lengths_of_a_picture() -> None:
-    entry = processor().encoder_input(0, Picture(np.zeros((64, 96, 3), dtype=np.uint8)), bytes(32))
+    entry = encoder_input(processor(), 0, Picture(np.zeros((64, 96, 3), dtype=np.uint8)), bytes(32))
     assert entry.layout.grid == Grid(1, 4, 6)
     assert (entry.layout.span, entry.layout.rows, entry.layout.encoder_tokens) == (6, 6, 24)
     assert entry.patches.shape == (24, 3, 1, 16, 16)
 
 
-def test_a_sliver_is_refused_and_named() -> None:
-    sliver = Picture(np.zeros((1, 201, 3), dtype=np.uint8))
-    with pytest.raises(MediaError, match="media item 3: preprocess: 201 x 1 is too narrow") as refused:
-        processor().encoder_input(3, sliver, bytes(32))
+def test_a_picture_of_another_size_is_refused_and_named() -> None:
+    odd = Picture(np.zeros((32, 33, 3), dtype=np.uint8))
+    with pytest.raises(MediaError, match="media item 3: preprocess: pixels of 33 x 32 are not whole cells") as refused:
+        processor().encoder_input(3, odd, bytes(32))
     assert refused.value.index == 3
 
 
@@ -172,9 +173,8 @@ def test_a_picture_is_made_as_large_as_is_asked() -> None:
     family, shown = processor(), Picture(np.zeros((320, 320, 3), dtype=np.uint8))
 
     def side(*, least: int | None = None, most: int | None = None) -> int:
-        return family.encoder_input(
-            0, shown, bytes(32), PictureOptions(min_pixels=least, max_pixels=most)
-        ).layout.grid.h
+        options = PictureOptions(min_pixels=least, max_pixels=most)
+        return encoder_input(family, 0, shown, bytes(32), options).layout.grid.h
 
     assert side() == 256 // 16
     assert side(most=320 * 320) == 320 // 16  # more than the model's own bound
@@ -265,7 +265,7 @@ def test_one_plan_of_a_picture_between_two_videos() -> None:
     picture = Picture(np.zeros((64, 96, 3), dtype=np.uint8))
     inputs = [
         family.clip_input(0, noise.clip(1, 3, 32, 64), bytes(32)),
-        family.encoder_input(1, picture, bytes([1]) * 32),
+        encoder_input(family, 1, picture, bytes([1]) * 32),
         family.clip_input(2, noise.clip(2, 2, 32, 32), bytes([2]) * 32),
     ]
     prompt = [START, VIDEO, END, 5, START, IMAGE, END, VIDEO]

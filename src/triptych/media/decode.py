@@ -19,11 +19,13 @@ from PIL import AvifImagePlugin
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
+from PIL.Image import Image, Resampling
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from triptych.core.clip import FrameSize
 from triptych.core.errors import MediaError, MediaUnavailable, one_line
 from triptych.core.media import Picture, Stage
 from triptych.core.media_options import PictureOptions
@@ -34,9 +36,9 @@ from triptych.media.normalise import to_rgb
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
+    from triptych.core.picture_fit import PictureFit
     from triptych.media.limits import RequestBudget
 
 DEFAULT_OPTIONS = PictureOptions()
@@ -85,10 +87,21 @@ def admit_picture(index: int, data: bytes, budget: RequestBudget) -> Admitted:
     return Admitted(kind, size)
 
 
-def decode(data: bytes, admitted: Admitted, options: PictureOptions) -> Image:
-    """Decode, turn upright and flatten one picture; of an animation the first frame.
+class Decoded(NamedTuple):
+    """A picture as it is wanted, and what it was made of."""
+
+    image: Image
+    source: FrameSize
+    """Before it was resized, upright."""
+
+
+def decode(
+    index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+) -> Decoded:
+    """Decode, turn upright and flatten one picture, of an animation the first frame; then resize it, if that is wanted.
 
     Raises:
+        MediaError: it is too narrow to be resized; ``index`` names the item.
         MemoryError: there is not enough.
         Exception: anything else means that the bytes are no good picture; ``explain`` says why.
     """
@@ -98,7 +111,15 @@ def decode(data: bytes, admitted: Admitted, options: PictureOptions) -> Image:
                 f"its header says {admitted.size.width} x {admitted.size.height}, "
                 f"but the picture is {image.width} x {image.height}"
             )
-        return to_rgb(image, options.background)
+        upright = to_rgb(image, options.background)
+    source = FrameSize(upright.height, upright.width)
+    if fit is None:
+        return Decoded(upright, source)
+    try:
+        size = fit.size(source)
+    except ValueError as error:
+        raise MediaError(index, str(error), Stage.PREPROCESS) from error
+    return Decoded(upright.resize((size.width, size.height), resample=Resampling(fit.resample)), source)
 
 
 def is_memory(error: Exception) -> bool:
@@ -116,25 +137,33 @@ def explain(kind: Format, error: Exception) -> str:
 
 
 def decode_picture(
-    index: int, data: bytes, budget: RequestBudget, options: PictureOptions = DEFAULT_OPTIONS
+    index: int,
+    data: bytes,
+    budget: RequestBudget,
+    options: PictureOptions = DEFAULT_OPTIONS,
+    fit: PictureFit | None = None,
 ) -> Picture:
     """All of it at once, in this process: for pictures that are trusted, and for tests.
 
     Raises:
         MediaError: empty, not a supported picture, damaged, cut off, or over a limit; ``index`` names the item.
     """
-    return decode_here(index, data, admit_picture(index, data, budget), options)
+    return decode_here(index, data, admit_picture(index, data, budget), options, fit)
 
 
-def decode_here(index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+def decode_here(
+    index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+) -> Picture:
     """The pixels of an admitted picture, decoded in this process.
 
     Raises:
-        MediaError: damaged or cut off; ``index`` names the item.
+        MediaError: damaged, cut off, or too narrow; ``index`` names the item.
         MediaUnavailable: there is not enough memory.
     """
     try:
-        return Picture(np.asarray(decode(data, admitted, options)))
+        return Picture(np.asarray(decode(index, data, admitted, options, fit).image))
+    except MediaError:
+        raise
     except Exception as error:
         # Hostile bytes reach a decoder written by others: whatever it raises means that they are no good picture.
         if is_memory(error):

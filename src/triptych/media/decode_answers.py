@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from triptych.core.clip import Clip, FramePlan
+from triptych.core.clip import Clip, FramePlan, FrameSize
 from triptych.core.errors import InvalidRequest
 from triptych.core.media import Picture
 from triptych.core.sound import Sound
@@ -25,21 +25,25 @@ from triptych.media.windows import plan_windows
 if TYPE_CHECKING:
     from triptych.core.clip import FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
+    from triptych.core.picture_fit import PictureFit
     from triptych.media.header import Size
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 """What keeps a descriptor's content and length as they are, whoever else has it."""
 
 
-def picture_of(answer: Pixels, descriptor: int, claimed: Size) -> Picture:
+def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit | None) -> Picture:
     """The pixels where they lie.
 
     Raises:
         ValueError: they are not what was asked for.
     """
     width, height = answer.width, answer.height
-    if width * height > claimed.pixels:
-        raise ValueError(f"{width} x {height} pixels where its header says {claimed.width} x {claimed.height}")
+    source = FrameSize(answer.source_height, answer.source_width)
+    if source.width * source.height > claimed.pixels:
+        raise ValueError(f"{source.width} x {source.height} where its header says {claimed.width} x {claimed.height}")
+    if (height, width) != (source if fit is None else fit.size(source)):
+        raise ValueError(f"{width} x {height} pixels of a picture of {source.width} x {source.height}")
     start = len(pixels_header(width, height))
     pages = _map(descriptor, start + width * height * CHANNELS)
     return Picture(np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, CHANNELS))

@@ -11,18 +11,26 @@ memory of its own and not counted here.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+from triptych.core.clip import FrameSize
 from triptych.media.decode_wire import CHANNELS, MAX_MESSAGE
 from triptych.media.limits import MAX_CHANNELS, SOUND_RATES
 
 if TYPE_CHECKING:
     from triptych.core.config import DecodeConfig, MediaLimits
+    from triptych.core.picture_fit import PictureFit
+    from triptych.media.header import Size
 
 _PICTURE_PIXEL = 32
 """Bytes for each pixel: half as much again as the greediest decoder takes with the normaliser (WebP with alpha: 20)."""
+_ADDED_PIXEL = 12
+"""Bytes for each pixel that resizing adds: the resizer has it once as it is and once half made."""
 _PICTURE_PIXELS_A_SECOND = 8_000_000
 """Pixels for which the seconds of a picture are granted once more."""
+_LEAST_PIXELS = 16 * 1024 * 1024
+"""More than any model's least size of a picture."""
 _BYTE = 4
 """Bytes for each encoded byte: decoders copy their input up to three times."""
 _BYTES_A_SECOND = 64 * 1024 * 1024
@@ -55,11 +63,20 @@ class Ceiling(NamedTuple):
     """Of processor time."""
 
 
-def picture_ceiling(pixels: int, size: int, config: DecodeConfig) -> Ceiling:
-    """For a picture of that many pixels and encoded bytes."""
+def picture_ceiling(claimed: Size, fit: PictureFit | None, size: int, config: DecodeConfig) -> Ceiling:
+    """For a picture whose header claims a size, of that many encoded bytes; it may be made larger than it is."""
+    made = 0
+    if fit is not None:
+        with contextlib.suppress(ValueError):  # too narrow: it is not resized
+            height, width = fit.size(FrameSize(claimed.height, claimed.width))
+            made = height * width
+    return _picture_ceiling(claimed.pixels, max(0, made - claimed.pixels), size, config)
+
+
+def _picture_ceiling(pixels: int, added: int, size: int, config: DecodeConfig) -> Ceiling:
     return Ceiling(
-        config.decode_memory_bytes + pixels * _PICTURE_PIXEL + size * _BYTE,
-        config.decode_seconds * (1 + pixels / _PICTURE_PIXELS_A_SECOND + size / _BYTES_A_SECOND),
+        config.decode_memory_bytes + pixels * _PICTURE_PIXEL + added * _ADDED_PIXEL + size * _BYTE,
+        config.decode_seconds * (1 + (pixels + added) / _PICTURE_PIXELS_A_SECOND + size / _BYTES_A_SECOND),
     )
 
 
@@ -100,13 +117,19 @@ def most_sound_seconds(size: int, limits: MediaLimits, config: DecodeConfig) -> 
 def process_memory(limits: MediaLimits, config: DecodeConfig) -> int:
     """For any item within all limits, in bytes."""
     size = limits.max_item_bytes
-    picture = picture_ceiling(limits.max_item_pixels, size, config)
+    most = limits.max_item_pixels
+    picture = _picture_ceiling(most, _most_pixels(limits) - most, size, config)
     return max(picture.memory, file_ceiling(size, limits, config).memory)
+
+
+def _most_pixels(limits: MediaLimits) -> int:
+    """Of a picture that is made as large as a request may ask for, in whole cells, or as a model's least size."""
+    return limits.max_item_pixels * 5 // 4 + _LEAST_PIXELS
 
 
 def process_output(limits: MediaLimits) -> int:
     """Bytes of what comes out of any item within all limits, with what stands around it."""
-    picture = limits.max_item_pixels * CHANNELS
+    picture = _most_pixels(limits) * CHANNELS
     clip = limits.max_clip_pixels * CHANNELS + limits.max_clip_frames * 16
     sound = limits.max_sound_seconds * SOUND_RATES[1] * 4
     return max(picture, clip, sound) + MAX_MESSAGE

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
     from triptych.media.decode_wire import Answer, Task
@@ -125,13 +126,15 @@ class DecodeProcess:
         except OSError as error:
             raise Internal(f"no process can be started to decode media: {error}") from error
 
-    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+    def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+    ) -> Picture:
         """The pixels of an admitted picture, where the process wrote them."""
         kind, size = admitted
-        ceiling = picture_ceiling(size.pixels, len(data), self._config)
-        task = PictureTask(len(data), kind, size.width, size.height, options.background)
+        ceiling = picture_ceiling(size, fit, len(data), self._config)
+        task = PictureTask(len(data), kind, size.width, size.height, options.background, fit)
         what = f"{kind.value} picture of {size.width} x {size.height}"
-        taken = partial(picture_of, claimed=size)
+        taken = partial(picture_of, claimed=size, fit=fit)
         return self._decode(data, _Job(index, what, task, ceiling, ceiling.seconds, Pixels, taken))
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:

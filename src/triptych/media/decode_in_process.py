@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from triptych.core.config import MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
 
@@ -32,9 +33,11 @@ class InProcess:
     def start(self) -> None:
         """Nothing to do."""
 
-    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+    def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+    ) -> Picture:
         """The pixels, decoded by the calling thread."""
-        return decode_here(index, data, admitted, options)
+        return decode_here(index, data, admitted, options, fit)
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """The frames, decoded by the calling thread."""

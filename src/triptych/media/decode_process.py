@@ -119,7 +119,7 @@ class DecodeServer:
 
     def _done(self, task: Task, descriptor: int) -> _Result:
         if isinstance(task, PictureTask):
-            ceiling = picture_ceiling(task.width * task.height, task.length, self._config)
+            ceiling = picture_ceiling(Size(task.width, task.height), task.fit, task.length, self._config)
         else:
             ceiling = file_ceiling(task.length, self._limits, self._config)
         self._hold(ceiling)
@@ -187,9 +187,10 @@ class _Paper:
 
 def _picture(task: PictureTask, data: bytes) -> _Result:
     with _Paper() as paper:
-        image = decode(data, Admitted(task.kind, Size(task.width, task.height)), PictureOptions(task.background))
+        admitted = Admitted(task.kind, Size(task.width, task.height))
+        image, source = decode(0, data, admitted, PictureOptions(task.background), task.fit)
         image.save(paper.file, PpmImagePlugin.PpmImageFile.format)  # packed without a copy between
-        return _Result(Pixels(image.width, image.height), (paper.seal(),))
+        return _Result(Pixels(image.width, image.height, source.width, source.height), (paper.seal(),))
 
 
 def _failure(task: Task, error: Exception) -> Answer:

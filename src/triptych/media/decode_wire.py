@@ -26,6 +26,7 @@ import msgspec
 from triptych.core.clip import FrameFit, FrameSampling  # noqa: TC001
 from triptych.core.config import DecodeConfig, MediaLimits  # noqa: TC001
 from triptych.core.media import Stage  # noqa: TC001
+from triptych.core.picture_fit import PictureFit  # noqa: TC001
 from triptych.media.header import Format  # noqa: TC001
 
 MAX_MESSAGE = 4096
@@ -61,6 +62,7 @@ class PictureTask(_Message, frozen=True, tag="picture"):
     """As its header claims; likewise the height."""
     height: int
     background: tuple[int, int, int]
+    fit: PictureFit | None
 
 
 class ClipTask(_Message, frozen=True, tag="clip"):
@@ -98,6 +100,9 @@ class Pixels(_Message, frozen=True, tag="pixels"):
 
     width: Side
     height: Side
+    source_width: Side
+    """Before it was resized; likewise the height."""
+    source_height: Side
 
 
 class Frames(_Message, frozen=True, tag="frames"):

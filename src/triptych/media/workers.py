@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
 
@@ -54,7 +55,9 @@ class MediaWorker(Protocol):
         """
         ...
 
-    def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
+    def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+    ) -> Picture:
         """The pixels of an admitted picture."""
         ...
 
@@ -122,9 +125,19 @@ class MediaPool:
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(self._threads, worker.start) for worker in self._workers))
 
-    async def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        """Decode, turn upright and flatten one picture that was admitted; of an animation the first frame."""
-        return await self._decode(data, lambda worker: worker.picture(index, data, admitted, options))
+    async def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
+    ) -> Picture:
+        """Decode, turn upright and flatten one picture that was admitted; of an animation the first frame.
+
+        Args:
+            index: Of the item in its request.
+            data: The file.
+            admitted: What its header says.
+            options: What shows through where it is transparent.
+            fit: Resizes it; without it the picture keeps its size.
+        """
+        return await self._decode(data, lambda worker: worker.picture(index, data, admitted, options, fit))
 
     async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """Choose frames of a video and decode them, upright and flattened on white.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
     from triptych.core.media_options import ClipOptions, OptionLayer, PictureOptions
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.plan import PromptPlan
 
 
@@ -50,20 +51,18 @@ class Processor(Protocol):
         """How the family wants its media read where nobody says otherwise."""
         ...
 
-    def encoder_input(
-        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
-    ) -> EncoderInput:
-        """Resize and patch one picture; its layout is one run from position 0 until it is placed.
+    def picture_fit(self, options: PictureOptions) -> PictureFit:
+        """How large a picture is made where it is decoded.
 
-        Args:
-            index: Of the item in its request.
-            picture: Decoded, and on the background of the options.
-            content_key: Who the item is.
-            options: Bounds of its size; None for the model's own. A bound that is asked for moves the model's own other
-                one out of its way.
+        A bound that is asked for moves the model's own other one out of its way.
+        """
+        ...
+
+    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+        """Patch one picture, which has its size; its layout is one run from position 0 until it is placed.
 
         Raises:
-            MediaError: the picture's shape cannot be used (index names the item).
+            MediaError: it is not of the size that ``picture_fit`` gives (index names the item).
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,13 +16,6 @@ CHANNELS = 3
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 """Pillow's numbers, as the configuration files write them."""
 _HALF = (0.5, 0.5, 0.5)
-
-
-class Size(NamedTuple):
-    """Pixels."""
-
-    height: int
-    width: int
 
 
 class Bounds(NamedTuple):
@@ -125,17 +117,6 @@ class PixelSettings:
     def cell(self) -> int:
         """Pixels along one side of a merged cell."""
         return self.patch * self.merge
-
-    def fit(self, size: Size, bounds: Bounds) -> Size:
-        """The size a picture is resized to: whole cells, pixels within bounds, nearly the same proportions."""
-        height, width = (round(side / self.cell) * self.cell for side in size)
-        if height * width > bounds.most:
-            shrink = math.sqrt((size.height * size.width) / bounds.most)
-            height, width = (max(self.cell, math.floor(side / shrink / self.cell) * self.cell) for side in size)
-        elif height * width < bounds.least:
-            grow = math.sqrt(bounds.least / (size.height * size.width))
-            height, width = (math.ceil(side * grow / self.cell) * self.cell for side in size)
-        return Size(height, width)
 
     @np.errstate(all="ignore")
     def tones(self) -> npt.NDArray[np.float32]:

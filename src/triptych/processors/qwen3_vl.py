@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from triptych.core.clip import MAX_ASPECT, FrameFit
+from triptych.core.clip import FrameFit
 from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import InvalidRequest, MediaError, UnsupportedFeature
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.media import Modality, Stage
-from triptych.core.media_options import OptionLayer, PictureOptions
+from triptych.core.media_options import OptionLayer
+from triptych.core.picture_fit import PictureFit
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.processors.expand import ItemText, check_counts, expand
 from triptych.processors.identity import processor_fingerprint
-from triptych.processors.pixel_settings import CHANNELS, OF_PICTURES, PixelSettings, Size
+from triptych.processors.pixel_settings import CHANNELS, OF_PICTURES, PixelSettings
 from triptych.processors.positions import positions_of
 from triptych.processors.video_prompt import VideoTokens, group_times, video_text, written_before
 from triptych.processors.video_settings import VideoSettings
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
     from triptych.core.encoder_input import ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Picture
-    from triptych.core.media_options import ClipOptions
+    from triptych.core.media_options import ClipOptions, PictureOptions
     from triptych.processors.video_prompt import Tokenise
-
-_AS_PREFERRED = PictureOptions()
 
 
 class Qwen3VLProcessor:
@@ -107,29 +106,23 @@ class Qwen3VLProcessor:
         if self._videos is None and (token_ids == self._tokens.pad).any():
             raise UnsupportedFeature("the prompt has a video placeholder, but video is not accepted here")
 
-    def encoder_input(
-        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
-    ) -> EncoderInput:
-        """Resize and patch one picture.
+    def picture_fit(self, options: PictureOptions) -> PictureFit:
+        """Whole cells, within the model's bounds or those that are asked for."""
+        settings = self._images
+        least, most = settings.bounds.asked(options.min_pixels, options.max_pixels)
+        return PictureFit(settings.cell, least, most, settings.resample)
+
+    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
+        """Patch one picture.
 
         Raises:
-            MediaError: one side is more than 200 times the other.
+            MediaError: it is not of the size that ``picture_fit`` gives.
         """
-        size = Size(picture.height, picture.width)
-        if max(size) > MAX_ASPECT * min(size):
-            raise MediaError(
-                index,
-                f"{size.width} x {size.height} is too narrow: one side may be {MAX_ASPECT} times the other",
-                Stage.PREPROCESS,
-            )
-        settings, asked = self._images, options or _AS_PREFERRED
-        target = settings.fit(size, settings.bounds.asked(asked.min_pixels, asked.max_pixels))
-        resized = Image.fromarray(picture.pixels).resize(
-            (target.width, target.height), resample=Image.Resampling(settings.resample)
-        )
-        grid = Grid(1, target.height // settings.patch, target.width // settings.patch)
+        settings = self._images
+        _check_cells(index, "pixels", picture.height, picture.width, settings)
+        grid = Grid(1, picture.height // settings.patch, picture.width // settings.patch)
         patches = _empty(grid, 1, settings)
-        _patch(resized, _cells(patches, grid, settings)[0, ..., 0, :])
+        _patch(Image.fromarray(picture.pixels), _cells(patches, grid, settings)[0, ..., 0, :])
         return EncoderInput(_layout(Modality.IMAGE, grid, settings, content_key), patches, self._image_tones)
 
     def frame_fit(self, options: ClipOptions) -> FrameFit:
@@ -151,12 +144,7 @@ class Qwen3VLProcessor:
         """
         settings = self._of_videos().pixels
         count, height, width, _ = clip.frames.shape
-        if height % settings.cell or width % settings.cell:
-            raise MediaError(
-                index,
-                f"frames of {width} x {height} are not whole cells of {settings.cell} x {settings.cell}",
-                Stage.PREPROCESS,
-            )
+        _check_cells(index, "frames", height, width, settings)
         grid = Grid(-(-count // settings.temporal), height // settings.patch, width // settings.patch)
         patches = _empty(grid, settings.temporal, settings)
         cells = _cells(patches, grid, settings)
@@ -235,6 +223,15 @@ def _layout(
     encoder_tokens = grid.t * grid.h * grid.w
     rows = encoder_tokens // settings.merge**2
     return ItemLayout(modality, (Run(0, rows),), rows, encoder_tokens, grid, content_key, times=times)
+
+
+def _check_cells(index: int, what: str, height: int, width: int, settings: PixelSettings) -> None:
+    if height % settings.cell or width % settings.cell:
+        raise MediaError(
+            index,
+            f"{what} of {width} x {height} are not whole cells of {settings.cell} x {settings.cell}",
+            Stage.PREPROCESS,
+        )
 
 
 def _empty(grid: Grid, frames: int, settings: PixelSettings) -> npt.NDArray[np.uint8]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from triptych.core.layout import Positions
     from triptych.core.media import Modality, Picture
     from triptych.core.media_options import ClipOptions, PictureOptions
+    from triptych.core.picture_fit import PictureFit
 
 
 class TextProcessor:
@@ -45,9 +46,11 @@ class TextProcessor:
         """None."""
         return OptionLayer()
 
-    def encoder_input(
-        self, index: int, picture: Picture, content_key: bytes, options: PictureOptions | None = None
-    ) -> EncoderInput:
+    def picture_fit(self, options: PictureOptions) -> PictureFit:
+        """Never: likewise."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def encoder_input(self, index: int, picture: Picture, content_key: bytes) -> EncoderInput:
         """Never: a text-only family has no encoder."""
         raise AssertionError("check_counts refuses every item first")
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from triptych.core.encoder_input import EncoderInput
     from triptych.core.media import MediaItem, Picture
     from triptych.core.media_options import OptionLayer
+    from triptych.core.picture_fit import PictureFit
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
     from triptych.media.decode import Admitted
@@ -62,8 +63,10 @@ class Decoder(Protocol):
         """Be ready before the first item."""
         ...
 
-    async def picture(self, index: int, data: bytes, admitted: Admitted, options: PictureOptions) -> Picture:
-        """The pixels of an admitted picture."""
+    async def picture(
+        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None
+    ) -> Picture:
+        """The pixels of an admitted picture, in the size that the model looks at."""
         ...
 
     async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
@@ -292,10 +295,10 @@ class MediaIntake:
     async def _prepare_picture(self, job: _PictureJob) -> Prepared:
         index, data, key = job.item.index, job.item.data, job.item.key
         self._counts["image_loads"] += 1
-        picture = await self._decoder.picture(index, data, job.admitted, job.options)
-        return await self._patch(
-            picture.pixels.size // 3, lambda: self._processor.encoder_input(index, picture, key, job.options)
-        )
+        fit = self._processor.picture_fit(job.options)
+        picture = await self._decoder.picture(index, data, job.admitted, job.options, fit)
+        pixels = job.admitted.size.pixels
+        return await self._patch(pixels, lambda: self._processor.encoder_input(index, picture, key))
 
     async def _prepare_clip(self, job: _ClipJob) -> Prepared:
         index, data, key = job.item.index, job.item.data, job.item.key
