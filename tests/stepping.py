@@ -23,6 +23,7 @@ class Steps(asyncio.AbstractEventLoop):
         self.errors: list[dict[str, Any]] = []
         """What nobody else has heard of."""
         self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[asyncio.TimerHandle] = []
         self._futures: list[asyncio.Future[Any]] = []
 
     def time(self) -> float:
@@ -43,6 +44,28 @@ class Steps(asyncio.AbstractEventLoop):
         return handle
 
     call_soon_threadsafe = call_soon
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers.append(timer)
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        self._timers.remove(handle)
+
+    @property
+    def timers(self) -> int:
+        """That have not rung, and were not cancelled."""
+        return len(self._timers)
+
+    def set_clock(self, now: float) -> None:
+        """Timers ring whose time has come."""
+        self.now = now
+        for timer in [timer for timer in self._timers if timer.when() <= now]:
+            self._timers.remove(timer)
+            self._ready.append(timer)
 
     def create_future(self) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.Future(loop=self)

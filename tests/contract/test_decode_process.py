@@ -24,7 +24,7 @@ from tests.corpus import bombs, clips, sounds
 from tests.corpus.bad_pictures import bad_pictures
 from tests.corpus.drawn import RGB
 from tests.corpus.picture_files import PNG_RGB, chunk, png
-from triptych.core.clip import Clip, FrameFit, FrameSampling
+from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
@@ -42,6 +42,7 @@ from triptych.media.decode_wire import (
     Pixels,
     Ready,
     Samples,
+    Survey,
     Working,
     pack,
     pixels_header,
@@ -206,16 +207,17 @@ def test_a_picture_that_takes_too_long_is_told_the_limit(data: bytes) -> None:
 
 
 def test_a_video_and_a_sound_that_take_too_much_memory_are_told_the_limit() -> None:
-    worker = DecodeProcess(MediaLimits(max_frame_pixels=96 * 64), DecodeConfig(decode_memory_bytes=1))
+    # Enough to read the file, and not to decode it: what libav says of less is not always that memory is short.
+    worker = DecodeProcess(MediaLimits(max_frame_pixels=96 * 64), DecodeConfig(decode_memory_bytes=3 * MIB // 2))
     for _ in range(2):
-        with pytest.raises(MediaError, match=r"this video takes more than 0 MiB \(--decode-memory-bytes\)") as refused:
+        with pytest.raises(MediaError, match=r"this video takes more than 2 MiB \(--decode-memory-bytes\)") as refused:
             worker.clip(3, clips.encoded(), FrameSampling(), None)
         assert (refused.value.index, refused.value.stage) == (3, Stage.LIMIT)
         assert not isinstance(refused.value, MediaUnavailable)
     assert worker.deaths == 2
     worker.close()
-    worker = DecodeProcess(MediaLimits(max_frame_pixels=1), DecodeConfig(decode_memory_bytes=1))
-    with pytest.raises(MediaError, match=r"this sound takes more than 0 MiB \(--decode-memory-bytes\)") as refused:
+    worker = DecodeProcess(MediaLimits(max_frame_pixels=1), DecodeConfig(decode_memory_bytes=2 * MIB))
+    with pytest.raises(MediaError, match=r"this sound takes more than 2 MiB \(--decode-memory-bytes\)") as refused:
         worker.sound(4, sounds.encoded(sounds.KINDS["m4a, 8 channels"]), 16000)
     assert (refused.value.index, refused.value.stage) == (4, Stage.LIMIT)
     worker.close()
@@ -315,6 +317,17 @@ def test_a_process_is_small_and_limits_itself_for_good(worker: DecodeProcess) ->
     assert resource.prlimit(worker.pid, resource.RLIMIT_CORE) == (0, 0)
 
 
+def test_a_process_has_nothing_of_the_engines_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_HANDOFF_SECRET", "of nobody's business")
+    monkeypatch.setenv("ANYTHING_ELSE", "of nobody's business")
+    worker = DecodeProcess(LIMITS, DecodeConfig())
+    worker.start()
+    environment = Path(f"/proc/{worker.pid}/environ").read_bytes()
+    worker.close()
+    assert b"PATH=" in environment
+    assert b"nobody's business" not in environment
+
+
 def test_a_signal_that_is_meant_for_the_engine_does_not_end_a_process(worker: DecodeProcess) -> None:
     worker.start()
     pid = worker.pid
@@ -380,6 +393,10 @@ def fitted_picture(worker: DecodeProcess) -> Picture:
     return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS, fit)
 
 
+def survey(worker: DecodeProcess) -> ClipSurvey:
+    return worker.survey(0, clips.encoded(), FrameSampling(num_frames=4), None)
+
+
 def clip(worker: DecodeProcess) -> Clip:
     fit = FrameFit(cell=32, temporal=2, min_pixels=64, max_pixels=10**6)
     return worker.clip(0, clips.encoded(), FrameSampling(num_frames=4), fit)
@@ -433,6 +450,11 @@ FORGED: list[tuple[Ask, object, Callable[[], list[int]]]] = [
     (picture, Ready(), list),
     (picture, b"\x09" + bytes(8), list),
     (picture, b"\0", list),
+    (survey, PIXELS, lambda: [sealed(PPM)]),
+    (survey, Survey(2, 100, 100), lambda: [sealed(PPM)]),
+    (survey, Survey(LIMITS.max_clip_frames + 1, 100, 100), list),
+    (survey, Survey(2, LIMITS.max_clip_pixels + 1, 100), list),
+    (survey, Survey(2, 100, LIMITS.max_decoded_pixels + 1), list),
     (clip, PIXELS, lambda: [sealed(PPM)]),
     (clip, FRAMES, list),
     (clip, FRAMES, lambda: [sealed(film(), 0)]),

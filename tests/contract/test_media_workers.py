@@ -118,6 +118,26 @@ async def test_the_frames_of_a_video_and_their_plan_come_back(
     assert (clip.frames == expected.frames).all()
 
 
+@pytest.mark.parametrize("fit", [None, FrameFit(cell=8, temporal=2, min_pixels=64, max_pixels=4 * 24 * 32)])
+@pytest.mark.parametrize("name", clips.KINDS)
+async def test_a_survey_tells_what_a_video_costs(pool: MediaPool, name: str, fit: FrameFit | None) -> None:
+    data = clips.encoded(clips.KINDS[name])
+    survey = await pool.survey(0, data, FOUR, fit)
+    clip = await pool.clip(0, data, FOUR, fit)
+    assert survey.frames == len(clip.frames)
+    assert clip.frames.size // 3 <= survey.kept_pixels
+    assert survey.decoded_pixels >= len(clip.frames)
+
+
+async def test_a_survey_refuses_what_decoding_would(pool: MediaPool) -> None:
+    for data, match in ((CUT, "not a video"), (clips.encoded()[:500], "cut off"), (b"", "is empty")):
+        with pytest.raises(MediaError, match=match):
+            await pool.survey(1, data, FOUR, None)
+    with pytest.raises(MediaError, match=r"769 frames asked for; at most 768 \(--max-clip-frames"):
+        await pool.survey(1, clips.encoded(), FrameSampling(num_frames=769), None)
+    assert idle(pool)
+
+
 async def test_frames_are_resized_where_they_are_decoded(pool: MediaPool) -> None:
     fit = FrameFit(cell=8, temporal=2, min_pixels=64, max_pixels=4 * 24 * 32)
     clip = await pool.clip(0, clips.encoded(), FOUR, fit)

@@ -81,7 +81,7 @@ class Client:
         ledgers = self.role.statistics()
         admission, fetching = ledgers["media_admission"], ledgers["media_fetching"]
         return [
-            admission["shares_in_use"],
+            admission["shares_in_use"] + admission["away"] + admission["returning"],
             admission["waiting"],
             ledgers["media_held"]["bytes"],
             ledgers["prepared_items"]["making"],
@@ -196,7 +196,8 @@ async def test_a_client_that_leaves_ends_the_fetch_at_once(client: Client, web: 
     request = client.request(by_url("http://a.example/"), encode=isinstance(client, _Encoding))
     answer = await client.role.accept(request)
     await asked.wait()
-    assert client.held()[0] == 1
+    admission = client.role.statistics()["media_admission"]
+    assert (admission["away"], admission["shares_in_use"]) == (1, 0)
     await answer.aclose()
     await gone.wait()
     async with asyncio.timeout(20):

@@ -40,14 +40,20 @@ class Request:
         weight: int = 1,
         stubborn: bool = False,
         deaf: bool = False,
+        away: bool = False,
         end: Exception | None = None,
     ) -> None:
-        """``stubborn``: goes on after it was cancelled until its gate opens; ``deaf``: and then does not end either."""
+        """How it is.
+
+        ``away``: until the first gate opens; ``stubborn``: goes on after it was cancelled until its gate opens;
+        ``deaf``: and then does not end either.
+        """
         self.loop = loop
         self.ticket = ticket
         self.weight = weight
         self.called = False
         self.begun = False
+        self.is_away = False
         self.weighs = False
         self.weighed = False
         self.ended = False
@@ -56,6 +62,7 @@ class Request:
         self.running: asyncio.Task[str] | None = None
         self._stubborn = stubborn or deaf
         self._deaf = deaf
+        self._away = away
         self._end = end
         self._gates = [loop.create_future(), loop.create_future()]
 
@@ -96,7 +103,12 @@ class Request:
     async def _work(self) -> str:
         self.begun = True
         try:
-            await self._pass(self._gates[0])
+            if self._away:
+                self.is_away = True
+                await self.ticket.away(self._pass(self._gates[0]))
+                self.is_away = False
+            else:
+                await self._pass(self._gates[0])
             self.weighs = True
             await self.ticket.weigh(self.weight)
             self.weighs = False
@@ -106,7 +118,7 @@ class Request:
                 raise self._end
             return "done"
         finally:
-            self.weighs = False
+            self.weighs = self.is_away = False
             self.ended = True
 
     @property
@@ -124,7 +136,10 @@ class Office:
 
     def __init__(self, shares: int = SHARES) -> None:
         self.loop = Steps()
-        self.admission = Admission(shares, MAX_WAITING, MAX_WAITING_BYTES)
+        self.crowded = False
+        self.admission = Admission(
+            shares, MAX_WAITING, MAX_WAITING_BYTES, max_wait=60, max_away=2, crowded=lambda: self.crowded
+        )
 
     def enter(self, size: int = 1) -> Ticket:
         with self.loop.running():
@@ -144,6 +159,7 @@ class Office:
     def assert_empty(self) -> None:
         now = self.now
         assert (now.shares_in_use, now.orphaned, now.waiting, now.weighing, now.waiting_bytes) == (0, 0, 0, 0, 0)
+        assert (now.away, now.returning, self.loop.timers) == (0, 0, 0)
         assert not self.loop.errors
         assert not [future for future in self.loop.pending() if isinstance(future, asyncio.Task)]
 
@@ -177,7 +193,7 @@ def test_who_weighs_waits_for_all_its_shares_before_everybody_in_line() -> None:
     assert (heavy.weighed, newcomer.begun) == (False, False)  # a share is free, and kept for the heavy one
     assert (office.now.shares_in_use, office.now.weighing, office.now.waiting) == (3, 1, 1)
     open_all(office, *light)
-    assert (heavy.weighed, newcomer.begun) == (True, False)
+    assert (heavy.weighed, newcomer.begun) == (True, True)  # one share is never the heavy one's
     assert office.now.shares_in_use == SHARES
     open_all(office, heavy, newcomer)
     assert (heavy.outcome, newcomer.outcome) == ("done", "done")
@@ -346,10 +362,10 @@ def test_work_that_is_cancelled_by_another_is_cancelled() -> None:
 
 def test_a_wait_for_shares_that_is_cancelled_by_itself_makes_way() -> None:
     office = Office()
-    ticket, other = office.enter(), office.request()
+    ticket, other, third = office.enter(), office.request(), office.request()
 
     async def work() -> str:
-        waiting = asyncio.ensure_future(ticket.weigh(4))
+        waiting = asyncio.ensure_future(ticket.weigh(3))
         await asyncio.sleep(0)
         assert office.now.weighing == 1
         waiting.cancel()
@@ -361,7 +377,7 @@ def test_a_wait_for_shares_that_is_cancelled_by_itself_makes_way() -> None:
         running = office.loop.create_task(ticket.run(work()))
     office.loop.settle()
     assert running.result() == "done"
-    open_all(office, other)
+    open_all(office, other, third)
     office.assert_empty()
 
 
@@ -413,8 +429,8 @@ def test_a_line_with_too_many_bytes_refuses_and_says_what_would_help() -> None:
 
 
 def test_waits_are_counted_when_they_are_over() -> None:
-    office = Office(shares=2)
-    first, second, third = office.request(), office.request(weight=2), office.request()
+    office = Office(shares=3)
+    first, second, other, third = office.request(), office.request(weight=2), office.request(), office.request()
     office.loop.now = 3.0
     second.open()
     office.loop.settle()
@@ -424,7 +440,7 @@ def test_waits_are_counted_when_they_are_over() -> None:
     office.loop.now = 9.0
     open_all(office, second)  # the third has its turn, after nine
     assert (office.now.wait_seconds, office.now.longest_wait_seconds) == (11.0, 9.0)
-    open_all(office, third)
+    open_all(office, third, other)
     office.assert_empty()
 
 
@@ -436,11 +452,11 @@ def test_nothing_is_left_of_a_request_that_leaves_at_any_moment(
     """Between any two callbacks of a life that is in line, reads, waits for its shares, and decodes."""
     moments = ends = 0
     while not ends:
-        office = Office(shares=2)
-        first, second = office.request(), office.request(weight=2)
+        office = Office(shares=3)
+        first, second, third = office.request(), office.request(weight=2), office.request()
         leaver = Request(office.loop, office.enter(), weight=2, stubborn=stubborn)
         leaver.run()
-        script = [first.open, first.open, leaver.open, second.open, second.open, leaver.open]
+        script = [first.open, first.open, leaver.open, second.open, third.open, third.open, leaver.open, second.open]
         left = 0
         while True:
             if left == moments:
@@ -453,11 +469,111 @@ def test_nothing_is_left_of_a_request_that_leaves_at_any_moment(
         ends = left <= moments
         assert leaver.ended == leaver.begun
         assert leaver.outcome is not None
-        assert (first.outcome, second.outcome) == ("done", "done")
+        assert (first.outcome, second.outcome, third.outcome) == ("done", "done", "done")
         office.assert_empty()
         assert not [gate for gate in office.loop.pending() if gate not in leaver._gates]
         moments += 1
     assert moments > 20
+
+
+def test_a_light_one_passes_heavy_ones_that_wait_and_only_one_at_a_time() -> None:
+    office = Office()
+    huge = office.request(weight=3)
+    huge.open()
+    office.loop.settle()
+    waiting = office.request(weight=3)
+    waiting.open()
+    office.loop.settle()
+    assert (huge.weighed, waiting.weighed, office.now.weighing) == (True, False, 1)
+    thumbnails = [office.request() for _ in range(2)]
+    assert [one.begun for one in thumbnails] == [True, False]
+    open_all(office, thumbnails[0])
+    assert thumbnails[1].begun
+    open_all(office, huge)
+    assert waiting.weighed
+    open_all(office, thumbnails[1], waiting)
+    office.assert_empty()
+
+
+def test_who_is_away_holds_no_share_and_comes_back_before_the_line() -> None:
+    office = Office(shares=1)
+    slow = office.request(away=True)
+    assert (office.now.shares_in_use, office.now.away) == (0, 1)
+    first, second = office.request(), office.request()
+    assert (first.begun, second.begun) == (True, False)
+    slow.open()
+    office.loop.settle()
+    assert (office.now.away, office.now.returning, slow.weighed) == (0, 1, False)
+    open_all(office, first)
+    assert (slow.weighed, second.begun) == (True, False)
+    open_all(office, slow, second)
+    assert (slow.outcome, second.outcome) == ("done", "done")
+    office.assert_empty()
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_too_many_are_away_or_too_much_is_held_the_next_keeps_its_share(*, crowded: bool) -> None:
+    office = Office()
+    away = [] if crowded else [office.request(away=True) for _ in range(2)]
+    office.crowded = crowded
+    kept = office.request(away=True)
+    assert (office.now.away, office.now.shares_in_use) == (len(away), 1)
+    open_all(office, kept, *away)
+    assert kept.outcome == "done"
+    office.assert_empty()
+
+
+@pytest.mark.parametrize("moment", ["away", "returning"])
+def test_who_gives_up_while_away_or_on_the_way_back_leaves_nothing(moment: str) -> None:
+    office = Office(shares=1)
+    slow = office.request(away=True)
+    other = office.request()
+    if moment == "returning":
+        slow.open()
+        office.loop.settle()
+    slow.give_up()
+    office.loop.settle()
+    assert isinstance(slow.outcome, Cancelled)
+    assert (office.now.away, office.now.returning, office.now.orphaned) == (0, 0, 0)
+    open_all(office, other)
+    office.assert_empty()
+
+
+def test_no_wait_is_longer_than_the_limit() -> None:
+    office = Office(shares=3)
+    first, heavy, slow = office.request(), office.request(weight=2), office.request(away=True)
+    light, in_line = office.request(), office.request()
+    for request in (heavy, slow):
+        request.open()
+        office.loop.settle()
+    assert (office.now.weighing, office.now.returning, office.now.waiting) == (1, 1, 1)
+    office.loop.set_clock(59.0)
+    office.loop.settle()
+    assert office.now.expired == 0
+    office.loop.set_clock(60.0)
+    office.loop.settle()
+    for request in (heavy, in_line):
+        assert isinstance(request.outcome, Overloaded)
+        assert "waited 60 s for" in str(request.outcome)
+        assert "--max-waiting-seconds" in str(request.outcome)
+    assert (heavy.ended, in_line.begun, slow.weighed) == (True, False, True)  # the heavy one has made way in time
+    assert office.now.expired == 2
+    open_all(office, first, light, slow)
+    office.assert_empty()
+
+
+def test_the_way_back_is_no_longer_than_the_limit() -> None:
+    office = Office(shares=1)
+    slow = office.request(away=True)
+    other = office.request()
+    slow.open()
+    office.loop.settle()
+    office.loop.set_clock(60.0)
+    office.loop.settle()
+    assert isinstance(slow.outcome, Overloaded)
+    assert (slow.ended, office.now.returning, office.now.expired) == (True, 0, 1)
+    open_all(office, other)
+    office.assert_empty()
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -479,11 +595,11 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(
         size=st.one_of(st.integers(0, 60), st.just(MAX_WAITING_BYTES + 1)),
         weight=st.integers(0, 6),
-        how=st.sampled_from(("plain", "plain", "stubborn", "deaf", "bad")),
+        how=st.sampled_from(("plain", "plain", "away", "stubborn", "deaf", "bad")),
     )
     def enter(self, size: int, weight: int, how: str) -> None:
         now = self.office.now
-        waits = now.shares_in_use == SHARES or now.waiting or now.weighing
+        waits = now.shares_in_use == SHARES or now.waiting or now.weighing or now.returning
         full = now.waiting == MAX_WAITING or now.waiting_bytes + size > MAX_WAITING_BYTES
         try:
             ticket = self.office.enter(size)
@@ -498,6 +614,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             weight=weight,
             stubborn=how == "stubborn",
             deaf=how == "deaf",
+            away=how == "away",
             end=BAD if how == "bad" else None,
         )
         self.requests.append(request)
@@ -535,8 +652,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.watch()
         for request in self.requests:
             assert request.ended == request.begun or request.outcome is None
-            if request.begun and not request.ended and not request.weighs:
-                owed = min(request.weight, SHARES) if request.weighed else 1
+            if request.begun and not request.ended and not request.weighs and not request.is_away:
+                owed = min(request.weight, SHARES - 1) if request.weighed else 1
                 assert request.ticket.shares == max(owed, 1)
             if request.ended:
                 assert request.ticket.shares == 0
@@ -559,17 +676,20 @@ class AdmissionMachine(RuleBasedStateMachine):
         served = [one for one in self.weighers if one.weighs and one.ticket.shares]
         positions = {one: self.weighers.index(one) for one in waiting + served}
         assert all(positions[late] < positions[early] for late in served for early in waiting)
-        assert not waiting or min(waiting[0].weight, SHARES) > free
-        new = {one for one in self.requests if one.ticket.shares} - self.granted
-        assert not (new and waiting and self.someone_weighed)
-        self.granted |= new
+        light = sum(request.ticket.shares == 1 for request in self.requests)
+        assert sum(one.ticket.shares for one in self.requests if one.ticket.shares > 1) < SHARES
+        assert not waiting or min(waiting[0].weight, SHARES - 1) > free - (not light)
+        new = [one for one in self.requests if one.ticket.shares and one not in self.granted]
+        assert len(new) < 2 or not (waiting and self.someone_weighed)  # one light one at a time
+        self.granted.update(new)
         in_line = [one for one in self.requests if one not in self.granted and not one.ticket.given_up]
         assert len(in_line) == self.office.now.waiting
         if in_line:
             first = self.requests.index(in_line[0])
             assert all(one in self.granted or one.ticket.given_up for one in self.requests[:first])
             assert not any(one in self.granted for one in self.requests[first:])
-            assert not free or waiting
+        if in_line or self.office.now.returning:
+            assert not free or (waiting and light)
         self.someone_weighed = bool(waiting)
 
     def teardown(self) -> None:

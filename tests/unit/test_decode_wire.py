@@ -23,6 +23,8 @@ from triptych.media.decode_wire import (
     Samples,
     Settings,
     SoundTask,
+    Survey,
+    SurveyTask,
     Working,
     pack,
     unpack_answer,
@@ -44,6 +46,7 @@ PICTURE_FITS = st.builds(PictureFit, SIDES, LENGTHS, LENGTHS, st.integers(0, 5))
 TASKS = st.one_of(
     st.builds(PictureTask, LENGTHS, st.sampled_from(Format), SIDES, SIDES, COLOURS, st.none() | PICTURE_FITS),
     st.builds(ClipTask, LENGTHS, SAMPLINGS, st.none() | FITS),
+    st.builds(SurveyTask, LENGTHS, SAMPLINGS, st.none() | FITS),
     st.builds(SoundTask, LENGTHS, SIDES, st.booleans()),
 )
 ANSWERS = st.one_of(
@@ -53,6 +56,7 @@ ANSWERS = st.one_of(
     st.builds(Pixels, SIDES, SIDES, SIDES, SIDES),
     st.builds(Frames, COUNTS, SIDES, SIDES, st.floats(0.001, 1e6), COUNTS, st.floats(0.001, 1e6)),
     st.builds(Samples, COUNTS),
+    st.builds(Survey, COUNTS, COUNTS, COUNTS),
     st.builds(Failed, st.sampled_from(Stage), st.text(max_size=150)),
 )
 

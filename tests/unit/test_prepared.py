@@ -92,7 +92,7 @@ class Store:
         return maker
 
     def has(self, *pictures: int) -> list[bool]:
-        return [self.items.has(content_key(picture)) for picture in pictures]
+        return [content_key(picture) in self.items._items for picture in pictures]
 
     def assert_still(self) -> None:
         assert self.items.statistics()["making"] == 0
@@ -144,13 +144,20 @@ def test_the_least_recently_used_makes_room() -> None:
     assert store.items.statistics()["bytes"] == CAPACITY
 
 
-def test_asking_whether_an_item_is_there_is_no_use_of_it() -> None:
+def test_finding_an_item_is_a_use_of_it_and_who_has_found_it_has_it() -> None:
     store = Store()
     for picture in (1, 2, 3):
         store.put(picture)
-    assert store.has(1) == [True]
+    found = store.items.find(content_key(1))
     store.put(4)
+    assert store.has(1, 2) == [True, False]
+    assert store.items.find(content_key(2)) is None
+    for picture in (5, 6, 7):
+        store.put(picture)
     assert store.has(1) == [False]
+    assert found is not None
+    assert found.input.layout.content_key == content_key(1)
+    assert store.items.statistics()["hits"] == 1
 
 
 def test_what_is_larger_than_the_memory_is_not_kept_and_drives_nothing_out() -> None:

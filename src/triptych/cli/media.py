@@ -77,7 +77,9 @@ class MediaFlags:
     max_item_bytes: Annotated[int, sized("Encoded size of one item")] = _LIMITS.max_item_bytes
     max_request_bytes: Annotated[int, sized("Encoded size of all items of one request")] = _LIMITS.max_request_bytes
     max_item_pixels: Annotated[int, counted("Width times height of one picture.")] = _LIMITS.max_item_pixels
-    max_request_pixels: Annotated[int, counted("Pixels of all pictures of one request.")] = _LIMITS.max_request_pixels
+    max_request_pixels: Annotated[int, counted("Pixels of all pictures and videos of one request.")] = (
+        _LIMITS.max_request_pixels
+    )
     max_clip_seconds: Annotated[int, counted("Seconds that one video may play.")] = _LIMITS.max_clip_seconds
     max_clip_frames: Annotated[int, counted("Frames of one video that are looked at.")] = _LIMITS.max_clip_frames
     max_clip_pixels: Annotated[int, counted("Pixels of these frames together, in the size that the model wants.")] = (
@@ -106,6 +108,9 @@ class MediaFlags:
     max_waiting_bytes: Annotated[int, sized("Media that came with requests that wait; a request beyond is refused")] = (
         _LIMITS.max_waiting_bytes
     )
+    max_waiting_seconds: Annotated[
+        float, Parameter(validator=positive, help="Seconds that a request may wait for shares; then it is refused.")
+    ] = _LIMITS.max_waiting_seconds
     prepared_cache_bytes: Annotated[int, sized("Memory for items that were prepared, in case they come again")] = (
         _LIMITS.prepared_cache_bytes
     )

@@ -138,6 +138,17 @@ class FrameFit:
         return FrameSize(rows * self.cell, columns * self.cell)
 
 
+class ClipSurvey(NamedTuple):
+    """What decoding a video will cost, as its packets and its header say."""
+
+    frames: int
+    """That will be kept."""
+    kept_pixels: int
+    """Of these frames together, in the size that they are kept in."""
+    decoded_pixels: int
+    """Of all frames on the way to the last one that is kept."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
     """The chosen frames of a decoded video."""

@@ -96,6 +96,8 @@ class MediaLimits:
     """Requests that wait for shares; one more is refused as overloaded."""
     max_waiting_bytes: int = 1 * GIB
     """Encoded bytes of media that came with requests that wait; one more request is refused as overloaded."""
+    max_waiting_seconds: float = 60.0
+    """Of one wait for shares; then the request is refused as overloaded."""
     prepared_cache_bytes: int = 128 * MIB
     """Memory for items that were prepared, in case they come again."""
 
@@ -110,6 +112,8 @@ class MediaLimits:
         _positive(self, "prepared_cache_bytes", "max_request_bytes")
         _positive(self, "max_frame_pixels", "max_source_frames", "max_decoded_pixels", "max_clip_seconds")
         _positive(self, "max_clip_frames", "max_clip_pixels", "max_sound_seconds")
+        if not 0 < self.max_waiting_seconds < math.inf:
+            raise StartupError(f"max_waiting_seconds must be a finite number above 0, not {self.max_waiting_seconds}")
 
 
 @dataclass(frozen=True, slots=True)

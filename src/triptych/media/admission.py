@@ -2,16 +2,20 @@
 
     enter     a place in line; who comes when the line is full is refused
     run       the turn comes, with one share, and the work begins in a task of its own
-    weigh     the work knows what it costs: it gives its share back and waits for as many as it weighs, before everybody
-              in line. Those who weigh are served in their order, and while one waits nobody new begins
+    away      the work waits for others (a fetch): it gives its share back meanwhile, and comes back before the line
+    weigh     the work knows what it costs: it gives its share back and waits for as many as it weighs
     end       the work has ended: its shares are free
 
     give up   in line          the place is free at once
               weighing         that place too
               at work          the work is cancelled, and keeps its shares until it has ended
 
+Who has one share is light, who has more is heavy. The heavy never have all shares: one is left to the light, or is had
+by one. While somebody waits to be heavy the light go on one at a time; so a thumbnail is not kept waiting by what is
+huge, nor the other way round by many thumbnails. Within each kind it is first come, first served.
+
 Shares belong to the work, not to the caller: what cannot be stopped at once keeps them, so that cancelling and asking
-again cannot pile up work. Nobody waits for shares while holding any, so nobody waits for ever.
+again cannot pile up work. Nobody waits for shares while holding any, and nobody waits for longer than the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from triptych.core.errors import Cancelled, Overloaded, TriptychError
 from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -41,6 +45,10 @@ class AdmissionStatistics:
     """Requests in line."""
     weighing: int
     """Requests that have begun and wait for as many shares as they weigh."""
+    away: int
+    """Requests that have begun and wait for others, without a share."""
+    returning: int
+    """Requests that were away and wait for a share."""
     waiting_bytes: int
     """Encoded bytes that came with the requests in line."""
     admitted: int
@@ -48,6 +56,8 @@ class AdmissionStatistics:
     refused: int
     abandoned: int
     """Left the line before their turn."""
+    expired: int
+    """Waited too long."""
     wait_seconds: float
     """Of all waits for shares that are over, together."""
     longest_wait_seconds: float
@@ -79,12 +89,16 @@ class Ticket:
 
         Raises:
             Cancelled: it was given up, or ended by being cancelled.
+            Overloaded: its turn did not come in time.
             Exception: what ``work`` raised.
         """
         try:
-            await self.turn.wait()
+            await self._admission.turn_of(self)
         except asyncio.CancelledError:
             self.give_up()
+            work.close()
+            raise
+        except Overloaded:
             work.close()
             raise
         if self.given_up:
@@ -105,18 +119,45 @@ class Ticket:
     async def weigh(self, weight: int) -> None:
         """Inside the work, while nothing else of it goes on: change the share for as many as the request weighs.
 
-        Who weighs more than all shares gets them all. Who weighs no more than it has keeps it, and waits for nothing.
+        Who weighs more than the heavy may have gets as many. Who weighs no more than it has keeps it, and waits for
+        nothing.
 
         Args:
             weight: in shares.
 
         Raises:
             CancelledError: it was given up.
+            Overloaded: they were not to be had in time.
         """
         if not self.given_up:
             await self._admission.weigh(self, weight)
         if self.given_up:
             raise asyncio.CancelledError
+
+    async def away(self, work: Coroutine[object, object, T]) -> T:
+        """Inside the work, while nothing else of it goes on: do what only waits for others, without a share.
+
+        Where too many are away, or too much is held, it keeps its share.
+
+        Raises:
+            CancelledError: it was given up.
+            Overloaded: there was no share to come back to in time.
+            Exception: what ``work`` raised; the request then has no share, and needs none to end.
+        """
+        if self.given_up:
+            work.close()
+            raise asyncio.CancelledError
+        if not self._admission.let_go(self):
+            return await work
+        try:
+            result = await work
+        except BaseException:
+            self._admission.end_away(self)
+            raise
+        await self._admission.come_back(self)
+        if self.given_up:
+            raise asyncio.CancelledError
+        return result
 
     def give_up(self) -> None:
         """Nobody wants it any more, at whatever moment; after the end of the work, or once more, it does nothing."""
@@ -136,21 +177,43 @@ class Admission:
         shares: of all work at once.
         max_waiting: requests in line.
         max_waiting_bytes: encoded bytes of them together.
+        max_wait: seconds of one wait for shares.
+        max_away: requests that may be away at once.
+        crowded: whether so much is held that nobody else shall go away.
     """
 
-    def __init__(self, shares: int, max_waiting: int, max_waiting_bytes: int) -> None:
+    def __init__(
+        self,
+        shares: int,
+        max_waiting: int,
+        max_waiting_bytes: int,
+        *,
+        max_wait: float,
+        max_away: int,
+        crowded: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._shares = shares
+        self._heaviest = max(1, shares - 1)
+        """Shares that the heavy have together, at most."""
         self._free = shares
+        self._light = 0
+        """Requests that have one share."""
+        self._max_wait = max_wait
+        self._max_away = max_away
+        self._crowded = crowded
         self._max_waiting = max_waiting
         self._max_waiting_bytes = max_waiting_bytes
         self._line: deque[Ticket] = deque()
         self._weighing: deque[Ticket] = deque()
+        self._returning: deque[Ticket] = deque()
+        self._away: set[Ticket] = set()
         self._orphans: set[Ticket] = set()
         """Given up, and their work goes on."""
         self._waiting_bytes = 0
         self._admitted = 0
         self._refused = 0
         self._abandoned = 0
+        self._expired = 0
         self._wait_seconds = 0.0
         self._longest_wait = 0.0
 
@@ -164,7 +227,7 @@ class Admission:
             Overloaded: the line is full; names how much waits, and the flag.
         """
         ticket = Ticket(self, size)
-        if not self._free or self._line or self._weighing:
+        if not self._free or self._line or self._weighing or self._returning:
             self._check_room(size)
         self._waiting_bytes += size
         self._line.append(ticket)
@@ -187,34 +250,82 @@ class Admission:
                 f"has {size}; at most {most} (--max-waiting-bytes): retry later, or raise --media-preparation-limit"
             )
 
+    async def turn_of(self, ticket: Ticket) -> None:
+        """Wait until it waits for nothing any more.
+
+        Raises:
+            Overloaded: it waited too long, and has no place any more.
+        """
+        try:
+            async with asyncio.timeout(self._max_wait):
+                await ticket.turn.wait()
+        except TimeoutError:
+            if ticket.turn.is_set():
+                return  # it came at the last moment
+            self._leave_queues(ticket)
+            self._expired += 1
+            self._serve()
+            raise Overloaded(
+                f"waited {self._max_wait:g} s for {ticket.needs} of {self._shares} shares in media preparation "
+                "(--max-waiting-seconds); retry later, or raise --media-preparation-limit"
+            ) from None
+
     async def weigh(self, ticket: Ticket, weight: int) -> None:
         """See ``Ticket.weigh``."""
-        needs = min(weight, self._shares)
+        needs = min(weight, self._heaviest)
         if needs <= ticket.shares:
             return
         self._take_back(ticket)
+        await self._wait_in(self._weighing, ticket, needs)
+
+    def let_go(self, ticket: Ticket) -> bool:
+        """See ``Ticket.away``; False where it must keep its share."""
+        if len(self._away) >= self._max_away or self._crowded():
+            return False
+        self._away.add(ticket)
+        self._take_back(ticket)
+        self._serve()
+        return True
+
+    def end_away(self, ticket: Ticket) -> None:
+        """It is not away any more."""
+        self._away.discard(ticket)
+
+    async def come_back(self, ticket: Ticket) -> None:
+        """It is not away any more, and waits for a share."""
+        self.end_away(ticket)
+        await self._wait_in(self._returning, ticket, 1)
+
+    async def _wait_in(self, queue: deque[Ticket], ticket: Ticket, needs: int) -> None:
         ticket.needs = needs
         ticket.since = _now()
         ticket.turn.clear()
-        self._weighing.append(ticket)
+        queue.append(ticket)
         self._serve()
         try:
-            await ticket.turn.wait()
-        finally:
-            if ticket in self._weighing:
-                self._weighing.remove(ticket)
-                self._serve()
+            await self.turn_of(ticket)
+        except asyncio.CancelledError:
+            self._leave_queues(ticket)
+            self._serve()
+            raise
+
+    def _leave_queues(self, ticket: Ticket) -> bool:
+        """Whether it was in line, where its bytes are counted."""
+        for queue in (self._weighing, self._returning):
+            if ticket in queue:
+                queue.remove(ticket)
+        if ticket not in self._line:
+            return False
+        self._line.remove(ticket)
+        self._waiting_bytes -= ticket.size
+        return True
 
     def give_up(self, ticket: Ticket, *, begun: bool) -> None:
         """Its places are free; so is a share with which nothing was begun."""
-        if ticket in self._weighing:
-            self._weighing.remove(ticket)
-        if begun:
-            self._orphans.add(ticket)
-        elif ticket in self._line:
-            self._line.remove(ticket)
-            self._waiting_bytes -= ticket.size
+        if self._leave_queues(ticket):
             self._abandoned += 1
+        elif begun:
+            self._orphans.add(ticket)
         else:
             self._take_back(ticket)
         ticket.turn.set()
@@ -227,24 +338,42 @@ class Admission:
         self._serve()
 
     def _take_back(self, ticket: Ticket) -> None:
+        self._light -= ticket.shares == 1
         self._free += ticket.shares
         ticket.shares = 0
 
     def _serve(self) -> None:
-        """Hand out what is free, in order, so that nobody can overtake."""
-        while self._weighing and self._weighing[0].needs <= self._free:
-            self._give(self._weighing.popleft())
-        while self._line and self._free and not self._weighing:
+        """Hand out what is free, in order, so that nobody can overtake its like."""
+        while self._serve_heavy() or self._serve_light():
+            pass
+
+    def _serve_heavy(self) -> bool:
+        left = self._shares - self._heaviest if not self._light else 0
+        if not self._weighing or self._weighing[0].needs > self._free - left:
+            return False
+        self._give(self._weighing.popleft())
+        return True
+
+    def _serve_light(self) -> bool:
+        if not self._free or (self._weighing and self._light):
+            return False
+        if self._returning:
+            self._give(self._returning.popleft())
+        elif self._line:
             ticket = self._line.popleft()
             self._waiting_bytes -= ticket.size
             self._admitted += 1
             self._give(ticket)
+        else:
+            return False
+        return True
 
     def _give(self, ticket: Ticket) -> None:
         waited = _now() - ticket.since
         self._wait_seconds += waited
         self._longest_wait = max(self._longest_wait, waited)
         self._free -= ticket.needs
+        self._light += ticket.needs == 1
         ticket.shares = ticket.needs
         ticket.turn.set()
 
@@ -255,10 +384,13 @@ class Admission:
             orphaned=sum(ticket.shares for ticket in self._orphans),
             waiting=len(self._line),
             weighing=len(self._weighing),
+            away=len(self._away),
+            returning=len(self._returning),
             waiting_bytes=self._waiting_bytes,
             admitted=self._admitted,
             refused=self._refused,
             abandoned=self._abandoned,
+            expired=self._expired,
             wait_seconds=self._wait_seconds,
             longest_wait_seconds=self._longest_wait,
         )

@@ -6,6 +6,7 @@ The demuxer is the one that media/containers.py names, decoders are those listed
 
 from __future__ import annotations
 
+import errno
 import io
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -84,11 +85,11 @@ def open_file(
             yield file
     except MediaError:
         raise
-    except MemoryError as error:
-        raise MediaUnavailable(
-            index, f"not enough memory for this {kind.name} file; retry later", Stage.DECODE
-        ) from error
     except Exception as error:
+        # A library that is loaded when it is first needed, and finds no room, raises ImportError.
+        if isinstance(error, MemoryError | ImportError) or getattr(error, "errno", None) == errno.ENOMEM:
+            reason = f"not enough memory for this {kind.name} file; retry later"
+            raise MediaUnavailable(index, reason, Stage.DECODE) from error
         # Hostile bytes reach a library written by others: whatever it raises means that they are no good file.
         reason = getattr(error, "strerror", None) or one_line(error)
         raise MediaError(index, f"damaged or cut off {kind.name} file: {reason[:200]}", Stage.DECODE) from error

@@ -124,7 +124,7 @@ def decode(
 
 def is_memory(error: Exception) -> bool:
     """Whether a decoder failed for want of memory."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError | ImportError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     words = one_line(error).lower()
     return any(phrase in words for phrase in _NO_MEMORY)

@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from triptych.core.clip import Clip, FramePlan, FrameSize
+from triptych.core.clip import Clip, ClipSurvey, FramePlan, FrameSize
 from triptych.core.errors import InvalidRequest
 from triptych.core.media import Picture
 from triptych.core.sound import Sound
-from triptych.media.decode_wire import CHANNELS, INDEX, SAMPLE, TIMESTAMP, Frames, Pixels, Samples, pixels_header
+from triptych.media.decode_wire import (
+    CHANNELS,
+    INDEX,
+    SAMPLE,
+    TIMESTAMP,
+    Frames,
+    Pixels,
+    Samples,
+    Survey,
+    pixels_header,
+)
 from triptych.media.windows import plan_windows
 
 if TYPE_CHECKING:
@@ -47,6 +57,19 @@ def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit |
     start = len(pixels_header(width, height))
     pages = _map(descriptor, start + width * height * CHANNELS)
     return Picture(np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, CHANNELS))
+
+
+def survey_of(answer: Survey, limits: MediaLimits) -> ClipSurvey:
+    """What decoding a video will cost.
+
+    Raises:
+        ValueError: more than is allowed, which the process would have refused.
+    """
+    survey = ClipSurvey(answer.frames, answer.kept_pixels, answer.decoded_pixels)
+    most = (limits.max_clip_frames, limits.max_clip_pixels, limits.max_decoded_pixels)
+    if any(value > limit for value, limit in zip(survey, most, strict=True)):
+        raise ValueError(f"a video of {survey.frames} frames and {survey.decoded_pixels} pixels")
+    return survey
 
 
 def clip_of(

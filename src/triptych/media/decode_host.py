@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Stage
-from triptych.media.decode_answers import clip_of, picture_of, sound_of
+from triptych.media.decode_answers import clip_of, picture_of, sound_of, survey_of
 from triptych.media.decode_ceiling import (
     Ceiling,
     file_ceiling,
@@ -42,6 +42,8 @@ from triptych.media.decode_wire import (
     Samples,
     Settings,
     SoundTask,
+    Survey,
+    SurveyTask,
     Working,
     pack,
     unpack_answer,
@@ -51,7 +53,7 @@ from triptych.media.windows import window_length
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
@@ -64,10 +66,12 @@ START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 PATIENCE = 10.0
 """Seconds that an item may take for each of its seconds of processor time: others work here too."""
+_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
+"""Of the engine's environment: what it takes to start Python."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Decoded = TypeVar("Decoded")
-Done = TypeVar("Done", Pixels, Frames, Samples)
+Done = TypeVar("Done", Pixels, Survey, Frames, Samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class _Job(Generic[Done, Decoded]):
     answer: type[Done]
     taken: Callable[[Done, int], Decoded]
     """What was decoded, from the answer and its descriptor. Raises ValueError where it is something else."""
+    descriptors: int = 1
+    """That come with the answer; where there is none, ``taken`` gets -1."""
 
 
 class DecodeProcess:
@@ -136,6 +142,16 @@ class DecodeProcess:
         what = f"{kind.value} picture of {size.width} x {size.height}"
         taken = partial(picture_of, claimed=size, fit=fit)
         return self._decode(data, _Job(index, what, task, ceiling, ceiling.seconds, Pixels, taken))
+
+    def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+        """What decoding a video will cost."""
+        ceiling = file_ceiling(len(data), self._limits, self._config)
+        task = SurveyTask(len(data), sampling, fit)
+
+        def taken(answer: Survey, _: int) -> ClipSurvey:
+            return survey_of(answer, self._limits)
+
+        return self._decode(data, _Job(index, "video", task, ceiling, ceiling.seconds, Survey, taken, descriptors=0))
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """The chosen frames of a video, where the process wrote them."""
@@ -217,8 +233,8 @@ class DecodeProcess:
             ValueError: the answer is none to this task.
         """
         answer = reply.answer
-        if isinstance(answer, job.answer) and len(reply.descriptors) == 1:
-            return job.taken(answer, reply.descriptors[0])
+        if isinstance(answer, job.answer) and len(reply.descriptors) == job.descriptors:
+            return job.taken(answer, *(reply.descriptors or [-1]))
         if isinstance(answer, OutOfMemory):
             self._fault(kill=True)  # what ran out of memory in its middle is not asked again
             what = f"decoding this {job.what} takes more than {job.ceiling.memory >> 20} MiB (--decode-memory-bytes)"
@@ -245,7 +261,7 @@ class DecodeProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C in a terminal does not reach it
-                    env={**os.environ, **dict.fromkeys(_THREADS, "1")},
+                    env=_environment(),
                 )
             self.starts += 1
             ours.settimeout(START_SECONDS)
@@ -274,6 +290,11 @@ class DecodeProcess:
                 return process.wait(STOP_SECONDS)
         process.kill()
         return process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Nothing that others have no business with, such as secrets."""
+    return {name: os.environ[name] for name in _VARIABLES if name in os.environ} | dict.fromkeys(_THREADS, "1")
 
 
 class _Reply(NamedTuple):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from triptych.media.audio import decode_sound
 from triptych.media.decode import decode_here
-from triptych.media.video import decode_clip
+from triptych.media.video import decode_clip, open_clip
 
 if TYPE_CHECKING:
-    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
@@ -38,6 +38,11 @@ class InProcess:
     ) -> Picture:
         """The pixels, decoded by the calling thread."""
         return decode_here(index, data, admitted, options, fit)
+
+    def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+        """What decoding a video will cost."""
+        with open_clip(index, data, sampling, self._limits, fit) as clip:
+            return clip.survey
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """The frames, decoded by the calling thread."""

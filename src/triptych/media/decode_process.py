@@ -55,6 +55,8 @@ from triptych.media.decode_wire import (
     Samples,
     Settings,
     SoundTask,
+    Survey,
+    SurveyTask,
     Working,
     pack,
     unpack_settings,
@@ -129,6 +131,9 @@ class DecodeServer:
             os.close(descriptor)
         if isinstance(task, PictureTask):
             return _picture(task, data)
+        if isinstance(task, SurveyTask):
+            with open_clip(0, data, task.sampling, self._limits, task.fit) as clip:
+                return _Result(Survey(*clip.survey))
         return self._clip(task, data) if isinstance(task, ClipTask) else self._sound(task, data)
 
     def _hold(self, ceiling: Ceiling) -> None:
@@ -137,7 +142,7 @@ class DecodeServer:
 
     def _clip(self, task: ClipTask, data: bytes) -> _Result:
         with open_clip(0, data, task.sampling, self._limits, task.fit) as clip, _Paper() as paper:
-            self._work(clip_seconds(clip.pixels, len(data), self._config))
+            self._work(clip_seconds(clip.survey.decoded_pixels, len(data), self._config))
             plan, size = clip.decode(paper.write)
             paper.write(np.array(plan.indices, INDEX))
             paper.write(np.array(plan.timestamps, TIMESTAMP))

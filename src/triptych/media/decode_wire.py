@@ -4,6 +4,7 @@
     process -> engine    Ready                           once
     engine -> process    Task                            with a descriptor of the encoded bytes
     process -> engine    Working                         of a video or a sound, once it is known what it needs
+                         Survey                          of a video that is only looked at
                          Pixels, Frames, Samples         with a descriptor of what was decoded
                          Failed, OutOfMemory             in their place
 
@@ -73,6 +74,14 @@ class ClipTask(_Message, frozen=True, tag="clip"):
     fit: FrameFit | None
 
 
+class SurveyTask(_Message, frozen=True, tag="survey"):
+    """A video that is only looked at."""
+
+    length: int
+    sampling: FrameSampling
+    fit: FrameFit | None
+
+
 class SoundTask(_Message, frozen=True, tag="sound"):
     """A sound to decode."""
 
@@ -82,7 +91,7 @@ class SoundTask(_Message, frozen=True, tag="sound"):
     of_film: bool
 
 
-Task = PictureTask | ClipTask | SoundTask
+Task = PictureTask | ClipTask | SurveyTask | SoundTask
 
 
 class Ready(_Message, frozen=True, tag="ready"):
@@ -103,6 +112,14 @@ class Pixels(_Message, frozen=True, tag="pixels"):
     source_width: Side
     """Before it was resized; likewise the height."""
     source_height: Side
+
+
+class Survey(_Message, frozen=True, tag="surveyed"):
+    """What decoding the video will cost."""
+
+    frames: Count
+    kept_pixels: Count
+    decoded_pixels: Count
 
 
 class Frames(_Message, frozen=True, tag="frames"):
@@ -133,7 +150,7 @@ class OutOfMemory(_Message, frozen=True, tag="memory"):
     """The limit of memory was met."""
 
 
-Answer = Ready | Working | Pixels | Frames | Samples | Failed | OutOfMemory
+Answer = Ready | Working | Pixels | Survey | Frames | Samples | Failed | OutOfMemory
 
 _settings = msgspec.msgpack.Decoder(Settings)
 _tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)

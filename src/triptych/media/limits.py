@@ -43,6 +43,7 @@ class RequestBudget:
         self.limits = limits
         self._bytes = 0
         self._pixels = 0
+        self._decoded = 0
 
     def take_bytes(self, index: int, size: int) -> None:
         """Count an item of so many encoded bytes.
@@ -67,6 +68,18 @@ class RequestBudget:
             what = f"{width} x {height} is {pixels} pixels; at most {most} (--max-item-pixels)"
             raise MediaError(index, what, Stage.LIMIT)
         self.take_pixels(index, pixels)
+
+    def take_decoded(self, index: int, pixels: int) -> None:
+        """Count pixels of a video that are decoded on the way to its last frame that is looked at.
+
+        Raises:
+            MediaError: the request's videos together are over the limit of one; names the limit's flag.
+        """
+        most = self.limits.max_decoded_pixels
+        if self._decoded + pixels > most:
+            what = f"the request's videos have {self._decoded + pixels} pixels to decode up to here"
+            raise MediaError(index, f"{what}; at most {most} (--max-decoded-pixels)", Stage.LIMIT)
+        self._decoded += pixels
 
     def take_pixels(self, index: int, pixels: int) -> None:
         """Count pixels that no header told of: those of a video's frames, or of a picture that is made larger.

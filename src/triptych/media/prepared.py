@@ -65,9 +65,13 @@ class PreparedItems:
         self._bytes = 0
         self._counts = dict.fromkeys(("hits", "misses", "joined", "evicted"), 0)
 
-    def has(self, key: bytes) -> bool:
-        """Whether the item is there, as things are; asking is no use."""
-        return key in self._items
+    def find(self, key: bytes) -> Prepared | None:
+        """The item, if it is there. Who holds it has it, whatever makes room for what."""
+        found = self._items.get(key)
+        if found is not None:
+            self._items.move_to_end(key)
+            self._counts["hits"] += 1
+        return found
 
     async def get(self, index: int, key: bytes, make: Callable[[], Coroutine[object, object, Prepared]]) -> Prepared:
         """The item of that key, made where it is not there.
@@ -84,10 +88,8 @@ class PreparedItems:
             Exception: what else ``make`` raised.
         """
         while True:
-            found = self._items.get(key)
+            found = self.find(key)
             if found is not None:
-                self._items.move_to_end(key)
-                self._counts["hits"] += 1
                 return found
             making = self._making.get(key)
             if making is None:

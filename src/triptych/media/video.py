@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from triptych.core.clip import Clip, FrameSize
+from triptych.core.clip import Clip, ClipSurvey, FrameSize
 from triptych.core.errors import MediaError
 from triptych.core.media import Stage
 from triptych.media.av_file import (
@@ -81,14 +81,13 @@ class OpenClip:
     """A video whose packets are read and of which nothing is decoded yet; see ``open_clip``."""
 
     def __init__(
-        self, film: _Film, plan: FramePlan, pixels: int, decoded: Iterator[tuple[int, VideoFrame]], reel: _Reel
+        self, film: _Film, plan: FramePlan, survey: ClipSurvey, decoded: Iterator[tuple[int, VideoFrame]], reel: _Reel
     ) -> None:
         self._film = film
         self._plan = plan
         self._decoded = decoded
         self._reel = reel
-        self.pixels = pixels
-        """Of the frames that have to be decoded, as the file claims them."""
+        self.survey = survey
 
     def decode(self, keep: Callable[[Frame], object]) -> Decoded:
         """Decode once; hands on each chosen frame as it comes, [height, width, 3], which is nobody's after.
@@ -139,7 +138,14 @@ def open_clip(
         _check_work(index, pixels, limits)
         start_decoder(stream.codec_context, limits)
         decoded = _decoded(index, film, stream, limits)
-        yield OpenClip(film, plan, pixels, decoded, _Reel(index, len(plan.indices), limits, fit))
+        count = len(plan.indices)
+        made = _made(index, count, size, fit)
+        kept = count * made.height * made.width
+        if kept > limits.max_clip_pixels:
+            what = f"{count} frames of {made.width} x {made.height} are {kept} pixels"
+            raise _over(index, what, limits.max_clip_pixels, "clip-pixels")
+        survey = ClipSurvey(count, kept, pixels)
+        yield OpenClip(film, plan, survey, decoded, _Reel(index, count, limits, fit))
 
 
 def decode_clip(
@@ -162,6 +168,17 @@ def _check_frame(index: int, size: FrameSize, limits: MediaLimits) -> None:
     if size.height * size.width > limits.max_frame_pixels:
         what = f"frames of {size.width} x {size.height} are {size.height * size.width} pixels"
         raise _over(index, what, limits.max_frame_pixels, "frame-pixels")
+
+
+def _made(index: int, count: int, size: FrameSize, fit: FrameFit | None) -> FrameSize:
+    """The size that frames are kept in; the larger one, as it is not known yet whether they are turned."""
+    if fit is None:
+        return size
+    try:
+        made = fit.size(count, size), fit.size(count, FrameSize(size.width, size.height))
+    except ValueError as error:
+        raise MediaError(index, str(error), Stage.PREPROCESS) from error
+    return max(made, key=lambda one: one.height * one.width)
 
 
 def _check_work(index: int, pixels: int, limits: MediaLimits) -> None:

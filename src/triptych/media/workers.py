@@ -24,7 +24,7 @@ from triptych.media.decode_host import DecodeProcess
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import DecodeConfig, MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
@@ -59,6 +59,10 @@ class MediaWorker(Protocol):
         self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
     ) -> Picture:
         """The pixels of an admitted picture."""
+        ...
+
+    def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+        """What decoding a video will cost."""
         ...
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
@@ -138,6 +142,10 @@ class MediaPool:
             fit: Resizes it; without it the picture keeps its size.
         """
         return await self._decode(data, lambda worker: worker.picture(index, data, admitted, options, fit))
+
+    async def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+        """What ``clip`` will cost; nothing is decoded, and all limits hold that need no decoding."""
+        return await self._decode(data, lambda worker: worker.survey(index, data, sampling, fit))
 
     async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """Choose frames of a video and decode them, upright and flattened on white.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -242,18 +243,19 @@ class Desk:
         await asyncio.shield(self._drained)
 
     async def _drain(self, grace: float) -> None:
-        try:
-            async with asyncio.timeout(grace):
-                await self._live.idle()
-                if self._leases is not None and self._engine.failure is None:
-                    await self._leases.idle()
-        except TimeoutError:
-            self._live.fail_all(Draining("the engine is shutting down"))
-        await self._live.settled()
-        if self._leases is not None:
-            self._leases.abort_all()
-        await asyncio.to_thread(self._engine.stop)
-        await self._intake.close()
+        async with AsyncExitStack() as ends:  # all of them, whatever goes wrong before
+            ends.push_async_callback(self._intake.close)
+            ends.push_async_callback(asyncio.to_thread, self._engine.stop)
+            try:
+                async with asyncio.timeout(grace):
+                    await self._live.idle()
+                    if self._leases is not None and self._engine.failure is None:
+                        await self._leases.idle()
+            except TimeoutError:
+                self._live.fail_all(Draining("the engine is shutting down"))
+            await self._live.settled()
+            if self._leases is not None:
+                self._leases.abort_all()
 
 
 def _unknown_output(cache_id: str) -> ReferenceNotFound:

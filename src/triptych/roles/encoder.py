@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from triptych.roles.known_items import KnownItems
     from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
-    from triptych.roles.media_intake import ItemBytes, MediaIntake
+    from triptych.roles.media_intake import Job, MediaIntake
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Encoder:
 class _Known(NamedTuple):
     """An item that was encoded before: its rows are perhaps still cached."""
 
-    item: ItemBytes
+    job: Job
     """To be opened if they are not."""
     layout: ItemLayout
 
@@ -175,26 +175,26 @@ class _Way:
             role.known.remember(layout)
 
     async def open(self, request: GenerateRequest, ticket: Ticket) -> tuple[_Found, ...]:
-        """All items, opened where they are not known."""
+        """All items, looked at, and opened where they are not known."""
         media, known = self._role.media, self._role.known
         with media.holding() as holding:
-            items = await media.read(request, holding)
-            layouts = {item.key: known.find(item.key) for item in items}
-            opened = await _by_key(media, ticket, [item for item in items if layouts[item.key] is None])
+            jobs = await media.look(await media.read(request, ticket, holding))
+            layouts = {job.item.key: known.find(job.item.key) for job in jobs}
+            opened = await _by_key(media, ticket, [job for job in jobs if layouts[job.item.key] is None])
         found: list[_Found] = []
-        for item in items:
-            layout = layouts[item.key]
-            found.append(opened[item.key] if layout is None else _Known(item, layout))
+        for job in jobs:
+            layout = layouts[job.item.key]
+            found.append(opened[job.item.key] if layout is None else _Known(job, layout))
         return tuple(found)
 
     async def reopen(self, found: tuple[_Found, ...], ticket: Ticket) -> tuple[_Found, ...]:
         """The same items, all open."""
-        closed = [one.item for one in found if isinstance(one, _Known)]
+        closed = [one.job for one in found if isinstance(one, _Known)]
         media = self._role.media
         with media.holding() as holding:
-            holding.add(sum(len(item.data) for item in closed))
+            holding.add(sum(len(job.item.data) for job in closed))
             opened = await _by_key(media, ticket, closed)
-        return tuple(opened[one.item.key] if isinstance(one, _Known) else one for one in found)
+        return tuple(opened[one.job.item.key] if isinstance(one, _Known) else one for one in found)
 
     def hand_over(self, parts: tuple[Part, ...]) -> EncoderReady | None:
         """The references, one for each item in order; their leases begin. None while an item must be opened."""
@@ -245,8 +245,8 @@ class _Way:
         return type(error)(f"media item {self.answer.serials.index(failed.request_id)}: {error}")
 
 
-async def _by_key(media: MediaIntake, ticket: Ticket, items: Sequence[ItemBytes]) -> dict[bytes, EncoderInput]:
-    return {one.layout.content_key: one for one in await media.open(ticket, items)}
+async def _by_key(media: MediaIntake, ticket: Ticket, jobs: Sequence[Job]) -> dict[bytes, EncoderInput]:
+    return {one.layout.content_key: one for one in await media.open(ticket, jobs)}
 
 
 def _unanswered(request: GenerateRequest) -> GenerateRequest:

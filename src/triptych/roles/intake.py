@@ -278,8 +278,8 @@ class Intake:
     async def _open(self, draft: Draft, ticket: Ticket) -> Request:
         media = self._media_intake()
         with media.holding() as holding:
-            items = await media.read(draft.request, holding)
-            inputs = await media.open(ticket, items)
+            items = await media.read(draft.request, ticket, holding)
+            inputs = await media.open(ticket, await media.look(items))
         return await media.on_thread(lambda: self._request(draft, self._plan(draft, inputs)))
 
     def _plan(self, draft: Draft, inputs: Sequence[EncoderInput]) -> _Planned:

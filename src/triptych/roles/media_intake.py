@@ -1,14 +1,14 @@
 """Media of requests, from what a client sent to what the tower reads.
 
-    check     kinds, sources, options: nothing is opened                  before a request is accepted
+    check     kinds, sources, options: nothing is opened                     before a request is accepted
     enter     a place in line for shares
-    read      URLs are fetched, data: URIs decoded; content keys          with one share
-    open      headers, and whether that is too much; what was prepared    with as many shares as the items weigh
-              before is there; the rest is decoded, in processes, and
-              patched, on threads
+    read      URLs are fetched, data: URIs decoded; content keys             with one share; while fetching, with none
+    look      headers of pictures, packets of videos: what will it cost?     with one share
+    open      what was prepared before is there; the rest is decoded, in     with as many shares as that weighs
+              processes, and patched, on threads
     leave     the shares are free once all work has ended
 
-Nothing here runs on the event loop for longer than it takes to hand work over. ``read`` and ``open`` belong inside a
+Nothing here runs on the event loop for longer than it takes to hand work over. All but the first two belong inside a
 ticket's ``run``: cancelling them ends fetches and places in line at once, and waits for work that cannot be stopped.
 """
 
@@ -35,12 +35,12 @@ from triptych.media.work import on_thread
 from triptych.processors.identity import content_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
-    from triptych.core.clip import Clip, FrameFit, FrameSampling
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
-    from triptych.core.media import MediaItem, Picture
+    from triptych.core.media import MediaItem, MediaSource, Picture
     from triptych.core.media_options import OptionLayer
     from triptych.core.picture_fit import PictureFit
     from triptych.core.request import GenerateRequest
@@ -52,6 +52,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CLIP_PIXELS = 10
+"""Pixels of a video that are decoded as fast as one of a picture: most of them are never turned into colours."""
+MAX_AWAY = 64
+"""Requests that may fetch at once without a share."""
+FETCHED_AT_ONCE = 4
+"""Items of one request."""
 OPENINGS = ("image_loads", "clip_loads", "preprocess_calls")
 """What is counted where media are opened."""
 
@@ -67,6 +73,10 @@ class Decoder(Protocol):
         self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None
     ) -> Picture:
         """The pixels of an admitted picture, in the size that the model looks at."""
+        ...
+
+    async def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+        """What decoding a video will cost."""
         ...
 
     async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
@@ -108,27 +118,31 @@ class ItemBytes:
     """Its content key."""
 
 
-class _PictureJob(NamedTuple):
-    """A picture to be prepared."""
+class PictureJob(NamedTuple):
+    """A picture, looked at and not opened."""
 
     item: ItemBytes
     options: PictureOptions
     admitted: Admitted
 
     def part(self, limits: MediaLimits) -> float:
-        """What it weighs, of all shares; at its limit it takes them all."""
+        """What it weighs, of all shares; at its limit it takes all that one request may have."""
         return max(self.admitted.size.pixels, self.options.min_pixels or 0) / limits.max_item_pixels
 
 
-class _ClipJob(NamedTuple):
-    """A video to be prepared."""
+class ClipJob(NamedTuple):
+    """A video, looked at and not opened."""
 
     item: ItemBytes
     options: ClipOptions
+    survey: ClipSurvey
 
     def part(self, limits: MediaLimits) -> float:
-        """As for pictures. How long it plays is known once it is decoded; until then its encoded bytes have to do."""
-        return len(self.item.data) / limits.max_item_bytes
+        """What it weighs, of all shares."""
+        return self.survey.decoded_pixels / (limits.max_item_pixels * CLIP_PIXELS)
+
+
+Job = PictureJob | ClipJob
 
 
 class Holding:
@@ -158,7 +172,7 @@ class MediaIntake:
         server: how the server wants media to be read.
 
     Raises:
-        InvalidRequest: ``server`` contradicts what the model prefers.
+        InvalidRequest: ``server`` is over a limit, or contradicts what the model prefers.
     """
 
     def __init__(self, frontend: Frontend, decoder: Decoder, fetcher: Fetcher | None, server: OptionLayer) -> None:
@@ -167,15 +181,19 @@ class MediaIntake:
         self._decoder = decoder
         self._fetcher = fetcher
         self._layer = server.over(frontend.processor.preferences)
-        self._layer.picture()
-        self._layer.clip()
+        self._check_options(self._layer.picture(), self._layer.clip())
+        self._held = Counter(bytes=0)
         self._admission = Admission(
-            limits.media_preparation_limit, limits.max_waiting_preparations, limits.max_waiting_bytes
+            limits.media_preparation_limit,
+            limits.max_waiting_preparations,
+            limits.max_waiting_bytes,
+            max_wait=limits.max_waiting_seconds,
+            max_away=MAX_AWAY,
+            crowded=lambda: self._held["bytes"] > limits.max_waiting_bytes,
         )
         self._prepared = PreparedItems(limits.prepared_cache_bytes)
         self._threads = ThreadPoolExecutor(limits.media_preparation_limit, thread_name_prefix="media")
         self._counts = Counter(dict.fromkeys(OPENINGS, 0))
-        self._held = Counter(bytes=0)
 
     @property
     def fetches(self) -> bool:
@@ -202,8 +220,14 @@ class MediaIntake:
                 raise UnsupportedFeature(
                     f"media item {index}: this engine fetches no URLs (--no-fetch); send a data: URI or raw bytes"
                 )
-        picture, clip = self._options(request)
-        limits = self._limits
+        self._check_options(*self._options(request))
+
+    def _check_options(self, picture: PictureOptions, clip: ClipOptions) -> None:
+        limits, frames = self._limits, clip.sampling.num_frames or 0
+        if frames > limits.max_clip_frames:
+            raise InvalidRequest(
+                f"media_options.video.num_frames is {frames}; at most {limits.max_clip_frames} (--max-clip-frames)"
+            )
         for kind, options, most, flag in (
             ("image", picture, limits.max_item_pixels, "--max-item-pixels"),
             ("video", clip, limits.max_clip_pixels, "--max-clip-pixels"),
@@ -234,65 +258,109 @@ class MediaIntake:
         finally:
             holding.end()
 
-    async def read(self, request: GenerateRequest, holding: Holding) -> tuple[ItemBytes, ...]:
+    async def read(self, request: GenerateRequest, ticket: Ticket, holding: Holding) -> tuple[ItemBytes, ...]:
         """The items' bytes, and who they are.
 
         Raises:
             MediaError: one cannot be had, or they have too many bytes; ``index`` names it.
         """
         budget = RequestBudget(self._limits)
+        urls = {index: item.source for index, item in enumerate(request.media) if isinstance(item.source, Url)}
+        fetched: dict[int, RawBytes] = {}
+        if urls:
+            fetched = await ticket.away(self._fetch(urls, budget, holding))
         picture, clip = self._options(request)
         by_kind: dict[Modality, PictureOptions | ClipOptions] = {Modality.IMAGE: picture, Modality.VIDEO: clip}
         salt = request.cache.salt
 
         async def read(index: int, item: MediaItem) -> ItemBytes:
-            found = await self._read(index, item, by_kind[item.modality], salt)
-            budget.take_bytes(index, len(found.data))
-            holding.add(len(found.data))
+            source = fetched.get(index, item.source)
+            found = await on_thread(self._threads, self._read, index, item, source, by_kind[item.modality], salt)
+            if index not in fetched:
+                budget.take_bytes(index, len(found.data))
+                holding.add(len(found.data))
             return found
 
         return await _together([read(index, item) for index, item in enumerate(request.media)])
 
-    async def _read(self, index: int, item: MediaItem, options: PictureOptions | ClipOptions, salt: str) -> ItemBytes:
-        fingerprint = self._processor.fingerprint
-        source = RawBytes(await self._fetch(index, item.source)) if isinstance(item.source, Url) else item.source
+    async def _fetch(self, urls: Mapping[int, Url], budget: RequestBudget, holding: Holding) -> dict[int, RawBytes]:
+        """A few at once, so that not much more comes in than the request may have."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            raise Internal("a URL passed the checks, and nothing fetches here")
+        turns = asyncio.Semaphore(FETCHED_AT_ONCE)
 
-        def look() -> ItemBytes:
-            data = decode_data_uri(index, source.uri, self._limits) if isinstance(source, DataUri) else source.data
-            check_item_bytes(index, len(data), self._limits)
-            key = content_key(data, options=options.canonical(), fingerprint=fingerprint, salt=salt, uuid=item.uuid)
-            return ItemBytes(index, data, options, key)
+        async def fetch(index: int, source: Url) -> RawBytes:
+            async with turns:
+                data = await fetcher.fetch(index, source.url)
+                budget.take_bytes(index, len(data))
+                holding.add(len(data))
+            return RawBytes(data)
 
-        return await on_thread(self._threads, look)
+        found = await _together([fetch(index, source) for index, source in urls.items()])
+        return dict(zip(urls, found, strict=True))
 
-    async def _fetch(self, index: int, source: Url) -> bytes:
-        if self._fetcher is None:
-            raise Internal(f"media item {index}: a URL passed the checks, and nothing fetches here")
-        return await self._fetcher.fetch(index, source.url)
+    def _read(
+        self, index: int, item: MediaItem, source: MediaSource, options: PictureOptions | ClipOptions, salt: str
+    ) -> ItemBytes:
+        """Runs on a thread."""
+        match source:
+            case RawBytes(data):
+                pass
+            case DataUri(uri):
+                data = decode_data_uri(index, uri, self._limits)
+            case Url():
+                raise Internal(f"media item {index}: a URL that was not fetched")
+        check_item_bytes(index, len(data), self._limits)
+        key = content_key(
+            data, options=options.canonical(), fingerprint=self._processor.fingerprint, salt=salt, uuid=item.uuid
+        )
+        return ItemBytes(index, data, options, key)
 
-    async def open(self, ticket: Ticket, items: Sequence[ItemBytes]) -> tuple[EncoderInput, ...]:
-        """Each item as the tower reads it; the same one once.
+    async def look(self, items: Sequence[ItemBytes]) -> tuple[Job, ...]:
+        """What opening them will cost. Limits hold for all of them, whoever has opened them before.
 
         Raises:
             MediaError: one cannot be used, or they are over a limit; ``index`` names it.
-            Cancelled: nobody wants it any more.
         """
         budget = RequestBudget(self._limits)
-        jobs = await on_thread(self._threads, _look, items, budget)
-        new = {job.item.key: job.part(self._limits) for job in jobs if not self._prepared.has(job.item.key)}
+        admitted = await on_thread(self._threads, _admit, items, budget)
+        jobs: list[Job] = []
+        for item in items:
+            if isinstance(item.options, PictureOptions):
+                jobs.append(PictureJob(item, item.options, admitted[item.index]))
+                continue
+            fit = self._processor.frame_fit(item.options)
+            survey = await self._decoder.survey(item.index, item.data, item.options.sampling, fit)
+            budget.take_pixels(item.index, survey.kept_pixels)
+            budget.take_decoded(item.index, survey.decoded_pixels)
+            jobs.append(ClipJob(item, item.options, survey))
+        return tuple(jobs)
+
+    async def open(self, ticket: Ticket, jobs: Sequence[Job]) -> tuple[EncoderInput, ...]:
+        """Each item as the tower reads it; the same one once.
+
+        Raises:
+            MediaError: one cannot be used; ``index`` names it.
+        """
+        known = {key: found for key in {job.item.key for job in jobs} if (found := self._prepared.find(key))}
+        new = {job.item.key: job.part(self._limits) for job in jobs if job.item.key not in known}
         if new:
             await ticket.weigh(math.ceil(sum(new.values()) * self._limits.media_preparation_limit))
-        return await _together([self._open(job, budget) for job in jobs])
+        clips = asyncio.Semaphore(ticket.shares or 1)  # each takes a worker for long, and others need some too
 
-    async def _open(self, job: _PictureJob | _ClipJob, budget: RequestBudget) -> EncoderInput:
-        index, key = job.item.index, job.item.key
-        if isinstance(job, _PictureJob):
-            return (await self._prepared.get(index, key, partial(self._prepare_picture, job))).input
-        prepared = await self._prepared.get(index, key, partial(self._prepare_clip, job))
-        budget.take_pixels(index, prepared.pixels)
-        return prepared.input
+        async def opened(job: Job) -> EncoderInput:
+            key = job.item.key
+            if key in known:
+                return known[key].input
+            if isinstance(job, PictureJob):
+                return (await self._prepared.get(job.item.index, key, partial(self._prepare_picture, job))).input
+            async with clips:
+                return (await self._prepared.get(job.item.index, key, partial(self._prepare_clip, job))).input
 
-    async def _prepare_picture(self, job: _PictureJob) -> Prepared:
+        return await _together([opened(job) for job in jobs])
+
+    async def _prepare_picture(self, job: PictureJob) -> Prepared:
         index, data, key = job.item.index, job.item.data, job.item.key
         self._counts["image_loads"] += 1
         fit = self._processor.picture_fit(job.options)
@@ -300,7 +368,7 @@ class MediaIntake:
         pixels = job.admitted.size.pixels
         return await self._patch(pixels, lambda: self._processor.encoder_input(index, picture, key))
 
-    async def _prepare_clip(self, job: _ClipJob) -> Prepared:
+    async def _prepare_clip(self, job: ClipJob) -> Prepared:
         index, data, key = job.item.index, job.item.data, job.item.key
         self._counts["clip_loads"] += 1
         fit = self._processor.frame_fit(job.options)
@@ -346,17 +414,15 @@ class MediaIntake:
                 raise end
 
 
-def _look(items: Sequence[ItemBytes], budget: RequestBudget) -> list[_PictureJob | _ClipJob]:
-    """Read headers, whoever prepared the items before: limits hold for all. Runs on a thread."""
-    jobs: list[_PictureJob | _ClipJob] = []
+def _admit(items: Sequence[ItemBytes], budget: RequestBudget) -> dict[int, Admitted]:
+    """The headers of pictures, by the items' places in their request. Runs on a thread."""
+    found: dict[int, Admitted] = {}
     for item in items:
-        if isinstance(item.options, ClipOptions):
-            jobs.append(_ClipJob(item, item.options))
-            continue
-        admitted = admit_picture(item.index, item.data, budget)
-        budget.take_pixels(item.index, max(0, (item.options.min_pixels or 0) - admitted.size.pixels))
-        jobs.append(_PictureJob(item, item.options, admitted))
-    return jobs
+        if isinstance(item.options, PictureOptions):
+            admitted = admit_picture(item.index, item.data, budget)
+            budget.take_pixels(item.index, max(0, (item.options.min_pixels or 0) - admitted.size.pixels))
+            found[item.index] = admitted
+    return found
 
 
 def _sent_bytes(item: MediaItem) -> int:
