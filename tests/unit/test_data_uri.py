@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
-from urllib.parse import quote
+import re
+from urllib.parse import quote, unquote_to_bytes
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from triptych.core.config import MediaLimits
 from triptych.core.errors import MediaError
+from triptych.media import data_uri
 from triptych.media.data_uri import MAX_HEADER, decode_data_uri
 
 LIMITS = MediaLimits(max_item_bytes=1000)
@@ -104,3 +107,44 @@ def test_any_text_gives_bytes_or_a_media_error(text: str) -> None:
     for uri in (text, "data:" + text, "data:;base64," + text):
         with contextlib.suppress(MediaError):
             assert decode(uri)
+
+
+def whole(text: str) -> bytes:
+    """What a payload says, looked at in one piece."""
+    data = unquote_to_bytes(text.encode("ascii")).translate(bytes.maketrans(b"-_", b"+/"), delete=b" \t\r\n\f\v")
+    data = data.rstrip(b"=")
+    if re.search(rb"[^A-Za-z0-9+/]", data) or len(data) % 4 == 1:
+        raise ValueError
+    return binascii.a2b_base64(data + b"=" * (-len(data) % 4))
+
+
+PIECES = st.sampled_from(
+    ["A", "b", "9", "+", "/", "-", "_", "=", " ", "\n", "%41", "%3d", "%3D", "%2B", "%", "%4", "!", "AAAA"]
+)
+
+
+@given(st.lists(PIECES, max_size=30).map("".join), st.integers(3, 9))
+def test_slices_change_nothing(text: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_uri, "SLICE", size)
+        broken = re.search(r"%(?![0-9A-Fa-f]{2})", text)
+        try:
+            expected = None if broken else whole(text)
+        except ValueError:
+            expected = None
+        if not expected:
+            with pytest.raises(MediaError) as refused:
+                decode("data:;base64," + text)
+            if broken:
+                assert f"broken percent escape at {len('data:;base64,') + broken.start()}" in refused.value.reason or (
+                    "not base64" in refused.value.reason  # found in an earlier slice
+                )
+        else:
+            assert decode("data:;base64," + text) == expected
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(3, 9))
+def test_slices_of_plain_bytes_change_nothing(data: bytes, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_uri, "SLICE", size)
+        assert decode("data:," + quote(data)) == data

@@ -12,11 +12,15 @@ from triptych.core.media import Stage
 from triptych.media.limits import check_item_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from triptych.core.config import MediaLimits
 
 SCHEME = "data:"
 MAX_HEADER = 1024
 """Characters between the scheme and the comma."""
+SLICE = 1 << 20
+"""Characters that are looked at in one call: no other thread runs meanwhile."""
 _LONGEST_PER_BYTE = 4
 """Characters that one byte can take: base64 (4 for 3 bytes) whose every character is percent-encoded (3 for 1)."""
 _WHITE_SPACE = b" \t\r\n\f\v"
@@ -45,31 +49,96 @@ def decode_data_uri(index: int, uri: str, limits: MediaLimits) -> bytes:
             f"a data: URI of {length} characters; at most {limits.max_item_bytes} bytes (--max-item-bytes)",
             Stage.LIMIT,
         )
-    try:
-        payload = uri[comma + 1 :].encode("ascii")
-    except UnicodeEncodeError as error:
-        raise MediaError(
-            index, f"the data: URI has a non-ASCII character at {comma + 1 + error.start}", Stage.FETCH
-        ) from None
-    if (bad := _BAD_ESCAPE.search(payload)) is not None:
-        raise MediaError(index, f"the data: URI has a broken percent escape at {comma + 1 + bad.start()}", Stage.FETCH)
-    data = unquote_to_bytes(payload)
     parameters = uri[len(SCHEME) : comma].split(";")
-    if len(parameters) > 1 and parameters[-1].strip().lower() == "base64":
-        data = _decode_base64(index, data, limits)
-    check_item_bytes(index, len(data), limits)
-    if not data:
+    encoded = len(parameters) > 1 and parameters[-1].strip().lower() == "base64"
+    collect = _Base64(index, limits.max_item_bytes) if encoded else _Bytes(limits.max_item_bytes)
+    for piece in _unquoted(index, uri, comma + 1):
+        collect.add(piece)
+    size = collect.end()
+    check_item_bytes(index, size, limits)
+    if not size:
         raise MediaError(index, "the data: URI carries no bytes", Stage.FETCH)
-    return data
+    return b"".join(collect.parts)
 
 
-def _decode_base64(index: int, text: bytes, limits: MediaLimits) -> bytes:
-    text = text.translate(_URL_SAFE, delete=_WHITE_SPACE).rstrip(b"=")
-    if (bad := _NOT_BASE64.search(text)) is not None:
-        raise MediaError(index, f"the data: URI has the byte {bad.group()!r}, which is not base64", Stage.FETCH)
-    if len(text) % 4 == 1:
-        raise MediaError(
-            index, f"{len(text)} base64 characters cannot be whole bytes: the data: URI is cut off", Stage.FETCH
-        )
-    check_item_bytes(index, len(text) * 3 // 4, limits)
-    return binascii.a2b_base64(text + b"=" * (-len(text) % 4))
+def _unquoted(index: int, uri: str, start: int) -> Iterator[bytes]:
+    """What stands behind the comma, with its percent escapes resolved, in slices."""
+    while start < len(uri):
+        end = min(start + SLICE, len(uri))
+        if end < len(uri):  # an escape stays whole
+            cut = uri.rfind("%", end - 2, end)
+            end = end if cut < 0 else cut
+        try:
+            piece = uri[start:end].encode("ascii")
+        except UnicodeEncodeError as error:
+            where = start + error.start
+            raise MediaError(index, f"the data: URI has a non-ASCII character at {where}", Stage.FETCH) from None
+        if (bad := _BAD_ESCAPE.search(piece)) is not None:
+            where = start + bad.start()
+            raise MediaError(index, f"the data: URI has a broken percent escape at {where}", Stage.FETCH)
+        yield unquote_to_bytes(piece)
+        start = end
+
+
+class _Bytes:
+    """Collects bytes as they are; of what is too much only the number."""
+
+    def __init__(self, most: int) -> None:
+        self.parts: list[bytes] = []
+        self._most = most
+        self._size = 0
+
+    def add(self, piece: bytes) -> None:
+        """The next ones."""
+        self._size += len(piece)
+        if self._size <= self._most:
+            self.parts.append(piece)
+
+    def end(self) -> int:
+        """How many they are."""
+        return self._size
+
+
+class _Base64(_Bytes):
+    """Collects what base64 characters say."""
+
+    def __init__(self, index: int, most: int) -> None:
+        super().__init__(most)
+        self._index = index
+        self._left = b""
+        """Fewer than four characters, which wait for others."""
+        self._characters = 0
+        self._padded = False
+        """Whether it has ended."""
+
+    def add(self, piece: bytes) -> None:
+        """The next ones.
+
+        Raises:
+            MediaError: one is no base64.
+        """
+        text = piece.translate(_URL_SAFE, delete=_WHITE_SPACE)
+        body = text.rstrip(b"=")
+        bad = b"=" if self._padded and body else None
+        if bad is None and (found := _NOT_BASE64.search(body)) is not None:
+            bad = found.group()
+        if bad is not None:
+            raise MediaError(self._index, f"the data: URI has the byte {bad!r}, which is not base64", Stage.FETCH)
+        self._padded = self._padded or len(body) < len(text)
+        self._characters += len(body)
+        body = self._left + body
+        whole = len(body) - len(body) % 4
+        super().add(binascii.a2b_base64(body[:whole]))
+        self._left = body[whole:]
+
+    def end(self) -> int:
+        """How many bytes they are.
+
+        Raises:
+            MediaError: some bytes are not whole.
+        """
+        if len(self._left) == 1:
+            reason = f"{self._characters} base64 characters cannot be whole bytes: the data: URI is cut off"
+            raise MediaError(self._index, reason, Stage.FETCH)
+        super().add(binascii.a2b_base64(self._left + b"=" * (-len(self._left) % 4)))
+        return super().end()

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from triptych.processors.video_prompt import Tokenise
 
 
+_STRETCH = 1 << 20
+"""Bytes that are put into order in one call: no other thread runs meanwhile."""
+
+
 class Qwen3VLProcessor:
     """A :class:`~triptych.processors.contract.Processor` for ``Qwen3VLForConditionalGeneration``."""
 
@@ -254,7 +258,9 @@ def _cells(patches: npt.NDArray[np.uint8], grid: Grid, settings: PixelSettings) 
 def _patch(picture: Image.Image, cells: npt.NDArray[np.void]) -> None:
     """Write a picture into [cell rows, cell columns, merge, merge, channels, rows of a patch]."""
     down, across, merge, _, _, patch = cells.shape
+    stretch = max(1, _STRETCH // (across * merge * patch * cells.dtype.itemsize * merge))
     for channel, band in enumerate(picture.split()):
         rows = np.asarray(band).view(cells.dtype).reshape(down, merge, patch, across, merge)
-        # cell row, row in cell, row in patch, cell column, column in cell -> as above
-        cells[..., channel, :] = rows.transpose(0, 3, 1, 4, 2)
+        for at in range(0, down, stretch):
+            # cell row, row in cell, row in patch, cell column, column in cell -> as above
+            cells[at : at + stretch, ..., channel, :] = rows[at : at + stretch].transpose(0, 3, 1, 4, 2)
