@@ -15,7 +15,7 @@ from tests.stepping import Steps
 from triptych.core.encoder_input import EncoderInput
 from triptych.core.errors import IntegrityError, MediaError, MediaUnavailable
 from triptych.core.media import Stage
-from triptych.media.prepared import OVERHEAD_BYTES, Prepared, PreparedItems
+from triptych.media.prepared import OVERHEAD_BYTES, PreparedItems
 from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ TONES = np.zeros((1, 256), np.float32)
 BUG = ZeroDivisionError("a bug")
 
 
-def prepared(picture: int, units: int = 1) -> Prepared:
+def prepared(picture: int, units: int = 1) -> EncoderInput:
     """Takes that many units of the memory."""
     patches = np.zeros((units * UNIT - OVERHEAD_BYTES, 1, 1, 1, 1), np.uint8)
-    return Prepared(EncoderInput(item(picture, (0, 1)), patches, TONES), pixels=7)
+    return EncoderInput(item(picture, (0, 1)), patches, TONES)
 
 
 class Maker:
@@ -51,7 +51,7 @@ class Maker:
         if not self._gate.done():
             self._gate.set_result(None)
 
-    async def make(self) -> Prepared:
+    async def make(self) -> EncoderInput:
         self.begun += 1
         try:
             await (until_ended(self._gate) if self._stubborn else asyncio.shield(self._gate))
@@ -73,11 +73,11 @@ class Store:
         self.loop = Steps()
         self.items = PreparedItems(capacity)
 
-    def ask(self, index: int, maker: Maker) -> asyncio.Task[Prepared]:
+    def ask(self, index: int, maker: Maker) -> asyncio.Task[EncoderInput]:
         with self.loop.running():
             return self.loop.create_task(self.items.get(index, content_key(maker.picture), maker.make))
 
-    def asked(self, index: int, maker: Maker) -> asyncio.Task[Prepared]:
+    def asked(self, index: int, maker: Maker) -> asyncio.Task[EncoderInput]:
         asked = self.ask(index, maker)
         self.loop.settle()
         return asked
@@ -156,7 +156,7 @@ def test_finding_an_item_is_a_use_of_it_and_who_has_found_it_has_it() -> None:
         store.put(picture)
     assert store.has(1) == [False]
     assert found is not None
-    assert found.input.layout.content_key == content_key(1)
+    assert found.layout.content_key == content_key(1)
     assert store.items.statistics()["hits"] == 1
 
 
@@ -175,7 +175,7 @@ def test_an_item_that_is_forgotten_while_somebody_has_it_is_theirs_and_is_made_a
     held = store.put(1).made
     store.put(2, units=3)
     assert store.has(1) == [False]
-    assert held.input.layout.content_key == content_key(1)
+    assert held.layout.content_key == content_key(1)
     assert store.put(1).made is not held
 
 
@@ -240,7 +240,7 @@ def test_the_last_one_to_leave_waits_for_the_end() -> None:
 def test_how_an_item_ends_that_nobody_waits_for_goes_to_no_log() -> None:
     store = Store()
 
-    async def broken() -> Prepared:
+    async def broken() -> EncoderInput:
         try:
             await asyncio.Event().wait()
         finally:
@@ -280,7 +280,7 @@ def test_who_comes_while_an_item_ends_for_nobody_has_it_made_anew() -> None:
 def test_what_is_made_in_spite_of_being_cancelled_is_kept() -> None:
     store = Store()
 
-    async def deaf() -> Prepared:
+    async def deaf() -> EncoderInput:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -300,7 +300,7 @@ def test_what_is_made_in_spite_of_being_cancelled_is_kept() -> None:
 def test_an_item_may_be_made_of_another_and_not_of_itself() -> None:
     store = Store()
 
-    def make(picture: int) -> Coroutine[object, object, Prepared]:
+    def make(picture: int) -> Coroutine[object, object, EncoderInput]:
         return store.items.get(picture, content_key(picture), lambda: make(max(picture - 1, 1)))
 
     with store.loop.running():
@@ -309,7 +309,7 @@ def test_an_item_may_be_made_of_another_and_not_of_itself() -> None:
     assert isinstance(caller.exception(), IntegrityError)
     assert store.has(1, 2, 3) == [False] * 3
 
-    async def of_another() -> Prepared:
+    async def of_another() -> EncoderInput:
         inner = Maker(store.loop, 1)
         inner.open()
         await store.items.get(0, content_key(1), inner.make)
@@ -318,7 +318,7 @@ def test_an_item_may_be_made_of_another_and_not_of_itself() -> None:
     with store.loop.running():
         caller = store.loop.create_task(store.items.get(0, content_key(2), of_another))
     store.loop.settle()
-    assert caller.result().input.layout.content_key == content_key(2)
+    assert caller.result().layout.content_key == content_key(2)
     assert store.has(1, 2) == [True, True]
     store.assert_still()
 
@@ -354,7 +354,7 @@ def test_nothing_is_left_of_a_caller_that_leaves_at_any_moment(others: int, *, s
 class Asked:
     """One caller."""
 
-    def __init__(self, index: int, maker: Maker, task: asyncio.Task[Prepared]) -> None:
+    def __init__(self, index: int, maker: Maker, task: asyncio.Task[EncoderInput]) -> None:
         self.index = index
         self.maker = maker
         self.task = task
@@ -428,7 +428,7 @@ class PreparedMachine(RuleBasedStateMachine):
             if isinstance(error, MediaError):
                 assert error.index == one.index
             elif error is None:
-                assert one.task.result().input.layout.content_key == content_key(one.maker.picture)
+                assert one.task.result().layout.content_key == content_key(one.maker.picture)
             else:
                 assert error is BUG
         self.store.assert_still()
@@ -439,7 +439,7 @@ class PreparedMachine(RuleBasedStateMachine):
             assert now["hits"] + now["misses"] + now["joined"] == len(self.asked)
         kept = [picture for picture in range(4) if self.store.has(picture) == [True]]
         items = [self.store.asked(0, Maker(self.loop, picture)).result() for picture in kept]
-        assert now["bytes"] == sum(one.nbytes for one in items)
+        assert now["bytes"] == sum(one.patches.nbytes + OVERHEAD_BYTES for one in items)
 
 
 TestPreparedMachine = PreparedMachine.TestCase

@@ -65,7 +65,7 @@ class SchedulerConfig:
 class MediaLimits:
     """What one request's media may cost; checked before anything is allocated."""
 
-    max_item_bytes: int = 64 * MIB
+    max_item_bytes: int = 200 * MIB
     """Encoded bytes of one item."""
     max_item_pixels: int = 64_000_000
     """Width times height of one picture."""
@@ -80,7 +80,8 @@ class MediaLimits:
     max_source_frames: int = 36_000
     """Frames of one video file, looked at or not: ten minutes at 60 frames a second."""
     max_decoded_pixels: int = 20_000_000_000
-    """Pixels of all frames that are decoded on the way to the last one looked at: half a minute of one core."""
+    """Pixels of all frames that are decoded on the way to the last one looked at: half a minute of one core, where it
+    goes well. A request's videos together have no more."""
     max_clip_seconds: int = 600
     """How long one video may play."""
     max_clip_frames: int = 768

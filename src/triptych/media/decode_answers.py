@@ -2,8 +2,9 @@
 
     descriptor -> sealed for good, and as long as its numbers come to -> mapped, read-only -> Picture, Clip or Sound
 
-A process runs what strangers wrote, so it may have been taken over: the worst that it can do then is to give wrong
-pixels for the one file that took it over.
+A process runs what strangers wrote, so it may have been taken over. What it says can then be wrong pixels for the one
+file that took it over, and nothing else here. It has the rights of the user who started the engine, though: who does
+not trust the decoders of Pillow and FFmpeg with files and network has to confine the user.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class DecodeProcess:
     """One process. Thread-safe; every method may block.
 
     What decodes raises MediaError where the item is damaged, cut off, or over a limit or a ceiling, MediaUnavailable
-    where the process could not be had or was killed from outside, and Internal where it does not start.
+    where the process cannot be had, does not start, or was killed from outside.
 
     Args:
         limits: of the items that it will be given.
@@ -181,7 +181,7 @@ class DecodeProcess:
         with self._lock:
             try:
                 channel = self._send(job, data)
-            except OSError as error:
+            except (OSError, Internal) as error:
                 reason = f"no process can be had to decode it: {error}; retry later"
                 raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
             return self._answer(channel, job)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from triptych.core.errors import IntegrityError, MediaError
 from triptych.media.work import until_ended
@@ -28,23 +28,15 @@ OVERHEAD_BYTES = 4096
 """What an item takes besides its patches, about: its layout and its key."""
 
 
-class Prepared(NamedTuple):
-    """One item as the tower reads it."""
-
-    input: EncoderInput
-    pixels: int
-    """Pixels that were decoded for it; they count against the limits of each request that uses it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes."""
-        return self.input.patches.nbytes + OVERHEAD_BYTES
+def _size(item: EncoderInput) -> int:
+    """Memory that it takes, in bytes."""
+    return item.patches.nbytes + OVERHEAD_BYTES
 
 
 class _Making:
     """An item on its way."""
 
-    def __init__(self, task: asyncio.Task[Prepared]) -> None:
+    def __init__(self, task: asyncio.Task[EncoderInput]) -> None:
         self.task = task
         self.wanted_by = 0
         """Callers who came and have not left. None are left: it was cancelled."""
@@ -59,13 +51,13 @@ class PreparedItems:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._items: OrderedDict[bytes, Prepared] = OrderedDict()
+        self._items: OrderedDict[bytes, EncoderInput] = OrderedDict()
         """By content key; the least recently used one first."""
         self._making: dict[bytes, _Making] = {}
         self._bytes = 0
         self._counts = dict.fromkeys(("hits", "misses", "joined", "evicted"), 0)
 
-    def find(self, key: bytes) -> Prepared | None:
+    def find(self, key: bytes) -> EncoderInput | None:
         """The item, if it is there. Who holds it has it, whatever makes room for what."""
         found = self._items.get(key)
         if found is not None:
@@ -73,7 +65,9 @@ class PreparedItems:
             self._counts["hits"] += 1
         return found
 
-    async def get(self, index: int, key: bytes, make: Callable[[], Coroutine[object, object, Prepared]]) -> Prepared:
+    async def get(
+        self, index: int, key: bytes, make: Callable[[], Coroutine[object, object, EncoderInput]]
+    ) -> EncoderInput:
         """The item of that key, made where it is not there.
 
         Args:
@@ -102,22 +96,22 @@ class PreparedItems:
                 return await self._wait(index, making)
             await asyncio.wait((making.task,))  # it ends because nobody wanted it any more; then once more
 
-    def _begin(self, key: bytes, make: Callable[[], Coroutine[object, object, Prepared]]) -> _Making:
+    def _begin(self, key: bytes, make: Callable[[], Coroutine[object, object, EncoderInput]]) -> _Making:
         making = self._making[key] = _Making(asyncio.create_task(self._make(key, make)))
         making.task.add_done_callback(lambda task: self._ended(key, task))
         return making
 
-    async def _make(self, key: bytes, make: Callable[[], Coroutine[object, object, Prepared]]) -> Prepared:
+    async def _make(self, key: bytes, make: Callable[[], Coroutine[object, object, EncoderInput]]) -> EncoderInput:
         prepared = await make()
         self._keep(key, prepared)
         return prepared
 
-    def _ended(self, key: bytes, task: asyncio.Task[Prepared]) -> None:
+    def _ended(self, key: bytes, task: asyncio.Task[EncoderInput]) -> None:
         del self._making[key]
         if not task.cancelled():
             task.exception()  # it has been looked at: perhaps nobody waits any more
 
-    async def _wait(self, index: int, making: _Making) -> Prepared:
+    async def _wait(self, index: int, making: _Making) -> EncoderInput:
         """Until it is there; the last one to leave ends it."""
         task = making.task
         making.wanted_by += 1
@@ -134,14 +128,14 @@ class PreparedItems:
             raise type(error)(index, error.reason, error.stage) from error
         return task.result()
 
-    def _keep(self, key: bytes, prepared: Prepared) -> None:
-        if prepared.nbytes > self._capacity:
+    def _keep(self, key: bytes, prepared: EncoderInput) -> None:
+        if _size(prepared) > self._capacity:
             return
         self._items[key] = prepared
-        self._bytes += prepared.nbytes
+        self._bytes += _size(prepared)
         while self._bytes > self._capacity:
             _, oldest = self._items.popitem(last=False)
-            self._bytes -= oldest.nbytes
+            self._bytes -= _size(oldest)
             self._counts["evicted"] += 1
 
     def statistics(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ A place in the queue belongs to the caller: who leaves gives it back at once. A 
 waiting for what is being decoded is let go when that has ended, so that whatever the caller holds for it is held as
 long as the work takes.
 
-Every item goes to a process, however small: handing it over costs 0.2 ms, a hostile one is no larger than others, and
+Every item goes to a process, however small: handing it over costs 0.3 ms, a hostile one is no larger than others, and
 what is decoded straight into memory that the engine maps is cheaper than what a thread does with it.
 """
 
@@ -221,7 +221,8 @@ class MediaPool:
         if len(self._queue) >= self._max_waiting:
             self._counts["refused"] += 1
             raise Overloaded(
-                f"{len(self._queue)} media items already wait to be decoded; retry later, or raise --decode-workers"
+                f"{len(self._queue)} media items already wait to be decoded (--max-waiting-items); retry later, or "
+                "raise --decode-workers"
             )
         turn: asyncio.Future[MediaWorker] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)

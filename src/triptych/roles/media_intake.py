@@ -30,7 +30,7 @@ from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
 from triptych.media.decode import admit_picture
 from triptych.media.limits import RequestBudget, check_item_bytes, check_item_count
-from triptych.media.prepared import Prepared, PreparedItems
+from triptych.media.prepared import PreparedItems
 from triptych.media.work import on_thread
 from triptych.processors.identity import content_key
 
@@ -352,32 +352,31 @@ class MediaIntake:
         async def opened(job: Job) -> EncoderInput:
             key = job.item.key
             if key in known:
-                return known[key].input
+                return known[key]
             if isinstance(job, PictureJob):
-                return (await self._prepared.get(job.item.index, key, partial(self._prepare_picture, job))).input
+                return await self._prepared.get(job.item.index, key, partial(self._prepare_picture, job))
             async with clips:
-                return (await self._prepared.get(job.item.index, key, partial(self._prepare_clip, job))).input
+                return await self._prepared.get(job.item.index, key, partial(self._prepare_clip, job))
 
         return await _together([opened(job) for job in jobs])
 
-    async def _prepare_picture(self, job: PictureJob) -> Prepared:
+    async def _prepare_picture(self, job: PictureJob) -> EncoderInput:
         index, data, key = job.item.index, job.item.data, job.item.key
         self._counts["image_loads"] += 1
         fit = self._processor.picture_fit(job.options)
         picture = await self._decoder.picture(index, data, job.admitted, job.options, fit)
-        pixels = job.admitted.size.pixels
-        return await self._patch(pixels, lambda: self._processor.encoder_input(index, picture, key))
+        return await self._patch(lambda: self._processor.encoder_input(index, picture, key))
 
-    async def _prepare_clip(self, job: ClipJob) -> Prepared:
+    async def _prepare_clip(self, job: ClipJob) -> EncoderInput:
         index, data, key = job.item.index, job.item.data, job.item.key
         self._counts["clip_loads"] += 1
         fit = self._processor.frame_fit(job.options)
         clip = await self._decoder.clip(index, data, job.options.sampling, fit)
-        return await self._patch(clip.frames.size // 3, lambda: self._processor.clip_input(index, clip, key))
+        return await self._patch(lambda: self._processor.clip_input(index, clip, key))
 
-    async def _patch(self, pixels: int, work: Callable[[], EncoderInput]) -> Prepared:
+    async def _patch(self, work: Callable[[], EncoderInput]) -> EncoderInput:
         self._counts["preprocess_calls"] += 1
-        return Prepared(await on_thread(self._threads, work), pixels)
+        return await on_thread(self._threads, work)
 
     async def on_thread(self, work: Callable[[], T]) -> T:
         """Do what comes after media are open, and is no work for the event loop."""
