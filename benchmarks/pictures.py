@@ -34,7 +34,7 @@ import triptych
 from triptych.core.checkpoint import Section
 from triptych.core.config import MIB, MediaLimits
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode import decode_picture
+from triptych.media.decode import admit_picture, decode_here
 from triptych.media.limits import RequestBudget
 from triptych.models.registry import load_tower
 from triptych.models.vision.patches import patch_numbers
@@ -100,7 +100,8 @@ class Preparation:
 
     def ours(self, data: bytes) -> EncoderInput:
         """As a media worker does it."""
-        picture = decode_picture(0, data, RequestBudget(MediaLimits()), fit=self._ours.picture_fit(PictureOptions()))
+        admitted, options = admit_picture(0, data, RequestBudget(MediaLimits())), PictureOptions()
+        picture = decode_here(0, data, admitted, options, self._ours.picture_fit(options))
         return self._ours.encoder_input(0, picture, bytes(32))
 
     def numbers(self, data: bytes) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Steps(asyncio.AbstractEventLoop):
         return timer
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        self._timers.remove(handle)
+        if handle in self._timers:  # else it has rung
+            self._timers.remove(handle)
 
     @property
     def timers(self) -> int:
@@ -61,9 +62,9 @@ class Steps(asyncio.AbstractEventLoop):
         return len(self._timers)
 
     def set_clock(self, now: float) -> None:
-        """Timers ring whose time has come."""
+        """Timers ring whose time has come, in the order of their times."""
         self.now = now
-        for timer in [timer for timer in self._timers if timer.when() <= now]:
+        for timer in sorted(timer for timer in self._timers if timer.when() <= now):
             self._timers.remove(timer)
             self._ready.append(timer)
 

@@ -28,7 +28,12 @@ TAKEN = file_ceiling(64 * MIB, LIMITS, DecodeConfig()).memory + 128 * MIB
 
 
 async def clip_of(pool: MediaPool, data: bytes) -> Clip:
-    return await pool.clip(0, data, FOUR, None)
+    """Surveyed first, as an engine does."""
+    survey = await pool.survey(0, data, FOUR, None)
+    clip = await pool.clip(0, data, FOUR, None)
+    assert survey.frames == len(clip.frames)
+    assert clip.frames.size // 3 <= survey.kept_pixels
+    return clip
 
 
 async def sound_of(pool: MediaPool, data: bytes) -> Sound:

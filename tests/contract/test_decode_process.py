@@ -453,7 +453,7 @@ FORGED: list[tuple[Ask, object, Callable[[], list[int]]]] = [
     (picture, b"\0", list),
     (survey, PIXELS, lambda: [sealed(PPM)]),
     (survey, Survey(2, 100, 100), lambda: [sealed(PPM)]),
-    (survey, Survey(LIMITS.max_clip_frames + 1, 100, 100), list),
+    (survey, Survey(5, 100, 100), list),
     (survey, Survey(2, LIMITS.max_clip_pixels + 1, 100), list),
     (survey, Survey(2, 100, LIMITS.max_decoded_pixels + 1), list),
     (clip, PIXELS, lambda: [sealed(PPM)]),

@@ -177,8 +177,8 @@ async def test_an_endless_body_ends_at_the_limit(web: Web, head: bytes) -> None:
             sent += 1000
 
     site = await web.start(endless)
-    error = await failure(fetcher(web, fetch_max_bytes=5000))
-    assert error.reason == "a.example: more than 5000 bytes; at most 5000 (--fetch-max-bytes)"
+    error = await failure(fetcher(web, MediaLimits(max_item_bytes=5000)))
+    assert error.reason == "a.example: more than 5000 bytes; at most 5000 (--max-item-bytes)"
     assert error.stage is Stage.LIMIT
     await site.idle()
     assert sent < 50_000_000  # what the machine's own buffers hold

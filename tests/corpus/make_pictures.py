@@ -21,8 +21,8 @@ from PIL import features
 
 from tests.corpus.bad_pictures import bad_pictures
 from tests.corpus.pictures import pictures
+from tests.pictures_here import decode_picture
 from triptych.core.config import MediaLimits
-from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tests.pictures_here import decode_picture
 from tests.roles.encoder_asks import ready_of
 from tests.roles.pair import Memory
 from triptych.cli.assemble import Moves, Rows, encoder
@@ -19,7 +20,6 @@ from triptych.core.config import MIB
 from triptych.core.media import RawBytes
 from triptych.core.media_options import PictureOptions
 from triptych.engine.row_arena import ROW_LAYOUT
-from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 from triptych.processors.identity import content_key
 from triptych.transport.contract import BlockMemory, FetchOutcome, Move

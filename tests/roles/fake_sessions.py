@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.drawings import shape_png
+from tests.pictures_here import decode_picture
 from tests.roles.fake_engine import LAYOUT, MODEL, frontend
 from triptych.core.handles import Handle
 from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.media_options import PictureOptions
 from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.core.session import FirstToken, KvSession
-from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 
 if TYPE_CHECKING:

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from triptych.media.admission import AdmissionStatistics, Ticket
 
 SHARES = 4
-MAX_WAITING = 3
+MAX_WAITING = 5
 MAX_WAITING_BYTES = 100
+MAX_WAIT = 60
+MAX_AWAY = 2
+MAX_HELD = 80
 BAD = MediaError(0, "it is broken", Stage.DECODE)
 BUG = ZeroDivisionError("a bug")
 
@@ -34,7 +37,7 @@ class Request:
 
     def __init__(
         self,
-        loop: Steps,
+        office: Office,
         ticket: Ticket,
         *,
         weight: int = 1,
@@ -48,9 +51,14 @@ class Request:
         ``away``: until the first gate opens; ``stubborn``: goes on after it was cancelled until its gate opens;
         ``deaf``: and then does not end either.
         """
-        self.loop = loop
+        self.office = office
+        self.loop = office.loop
         self.ticket = ticket
         self.weight = weight
+        self.waits_in = "line"
+        """Where it waits, or waited last."""
+        self.since = self.loop.now
+        """When it began to."""
         self.called = False
         self.begun = False
         self.is_away = False
@@ -64,7 +72,7 @@ class Request:
         self._deaf = deaf
         self._away = away
         self._end = end
-        self._gates = [loop.create_future(), loop.create_future()]
+        self._gates = [self.loop.create_future(), self.loop.create_future()]
 
     def run(self) -> None:
         with self.loop.running():
@@ -100,16 +108,26 @@ class Request:
             if not self._deaf:
                 raise
 
+    def _wait_in(self, queue: str) -> None:
+        self.waits_in, self.since = queue, self.loop.now
+        self.office.waits[queue].append(self)
+
+    async def _fetch(self) -> None:
+        kept = self.ticket.shares
+        self.is_away = True
+        await self._pass(self._gates[0])
+        self.is_away = False
+        if not kept and not self.ticket.given_up:
+            self._wait_in("returning")
+
     async def _work(self) -> str:
         self.begun = True
+        self.office.held += self.ticket.size
         try:
-            if self._away:
-                self.is_away = True
-                await self.ticket.away(self._pass(self._gates[0]))
-                self.is_away = False
-            else:
-                await self._pass(self._gates[0])
+            await (self.ticket.away(self._fetch()) if self._away else self._pass(self._gates[0]))
             self.weighs = True
+            if min(self.weight, self.office.shares - 1) > 1 and not self.ticket.given_up:
+                self._wait_in("weighing")
             await self.ticket.weigh(self.weight)
             self.weighs = False
             self.weighed = True
@@ -120,6 +138,13 @@ class Request:
         finally:
             self.weighs = self.is_away = False
             self.ended = True
+            self.office.held -= self.ticket.size
+
+    @property
+    def waits(self) -> bool:
+        """For shares."""
+        over = self.ended or self.ticket.given_up or self.outcome is not None
+        return not over and not self.ticket.shares and not self.is_away
 
     @property
     def outcome(self) -> object:
@@ -136,18 +161,28 @@ class Office:
 
     def __init__(self, shares: int = SHARES) -> None:
         self.loop = Steps()
+        self.shares = shares
+        self.held = 0
+        """Bytes of those whose work has begun and not ended."""
         self.crowded = False
+        """What was said when it was last asked."""
+        self.waits: dict[str, list[Request]] = {"line": [], "weighing": [], "returning": []}
+        """All who have ever waited there, in order."""
         self.admission = Admission(
-            shares, MAX_WAITING, MAX_WAITING_BYTES, max_wait=60, max_away=2, crowded=lambda: self.crowded
+            shares, MAX_WAITING, MAX_WAITING_BYTES, max_wait=MAX_WAIT, max_away=MAX_AWAY, crowded=self._is_crowded
         )
+
+    def _is_crowded(self) -> bool:
+        self.crowded = self.held > MAX_HELD
+        return self.crowded
 
     def enter(self, size: int = 1) -> Ticket:
         with self.loop.running():
             return self.admission.enter(size)
 
-    def request(self, **how: object) -> Request:
+    def request(self, size: int = 1, **how: object) -> Request:
         """One that is run."""
-        request = Request(self.loop, self.enter(), **how)  # type: ignore[arg-type]
+        request = Request(self, self.enter(size), **how)  # type: ignore[arg-type]
         request.run()
         self.loop.settle()
         return request
@@ -241,7 +276,7 @@ def test_a_place_in_line_is_free_as_soon_as_it_is_given_up() -> None:
 
 def test_a_share_with_which_nothing_began_goes_to_the_next() -> None:
     office = Office(shares=1)
-    first = Request(office.loop, office.enter())  # has its share, and is not run yet
+    first = Request(office, office.enter())  # has its share, and is not run yet
     second = office.request()
     first.give_up()
     assert office.now.shares_in_use == 1
@@ -428,6 +463,86 @@ def test_a_line_with_too_many_bytes_refuses_and_says_what_would_help() -> None:
     assert (office.now.waiting, office.now.waiting_bytes, office.now.refused) == (2, MAX_WAITING_BYTES, 1)
 
 
+def test_bytes_that_would_not_wait_are_not_refused() -> None:
+    office = Office()
+    for _ in range(2):
+        heavy = office.request(weight=3)
+        heavy.open()
+        office.loop.settle()
+    assert (office.now.shares_in_use, office.now.weighing) == (3, 1)
+    assert office.request(size=MAX_WAITING_BYTES + 1).begun
+    with pytest.raises(Overloaded, match=r"0 bytes .* 0 request"):
+        office.enter(MAX_WAITING_BYTES + 1)
+
+
+def test_those_who_have_begun_and_wait_again_count_when_somebody_comes() -> None:
+    """Else any number might pass the line, one light one at a time, and wait to be heavy."""
+    office = Office()
+    for _ in range(1 + MAX_WAITING):
+        heavy = office.request(weight=3)
+        heavy.open()
+        office.loop.settle()
+    assert (office.now.waiting, office.now.weighing) == (0, MAX_WAITING)
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING} requests already wait"):
+        office.enter()
+
+
+def test_those_on_their_way_back_count_when_somebody_comes() -> None:
+    office = Office(shares=1)
+    away = [office.request(away=True) for _ in range(MAX_AWAY)]
+    office.request()
+    for request in away:
+        request.open()
+        office.loop.settle()
+    for _ in range(MAX_WAITING - MAX_AWAY):
+        office.enter()
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING} requests already wait"):
+        office.enter()
+
+
+def test_while_too_much_is_held_nobody_of_the_line_passes_those_who_weigh() -> None:
+    office = Office()
+    running, waiting = (office.request(size=MAX_HELD, weight=3) for _ in range(2))
+    for request in (running, waiting):
+        request.open()
+        office.loop.settle()
+    thumbnail = office.request()
+    assert (office.now.shares_in_use, office.now.weighing, thumbnail.begun) == (3, 1, False)
+    with pytest.raises(Overloaded, match=r"1 bytes .* 1 request"):
+        office.enter(MAX_WAITING_BYTES)
+    open_all(office, running)  # nobody weighs any more, and what is held bounds itself
+    assert (waiting.weighed, thumbnail.begun) == (True, True)
+    open_all(office, waiting, thumbnail)
+    office.assert_empty()
+
+
+def test_who_comes_just_when_less_is_held_comes_after_those_in_line() -> None:
+    office = Office()
+    running, waiting = (office.request(size=MAX_HELD, weight=3) for _ in range(2))
+    for request in (running, waiting):
+        request.open()
+        office.loop.settle()
+    thumbnail = office.request()
+    office.held = 0
+    with pytest.raises(Overloaded, match=r"1 bytes .* 1 request"):
+        office.enter(MAX_WAITING_BYTES)
+    office.enter(1)
+    office.loop.settle()
+    assert (thumbnail.begun, office.now.waiting) == (True, 1)
+
+
+def test_while_too_much_is_held_those_who_were_away_come_back() -> None:
+    office = Office()
+    slow = office.request(away=True)
+    running, waiting = (office.request(size=MAX_HELD, weight=3) for _ in range(2))
+    for request in (running, waiting, slow):
+        request.open()
+        office.loop.settle()
+    assert (office.now.weighing, slow.weighed) == (1, True)
+    open_all(office, running, waiting, slow)
+    office.assert_empty()
+
+
 def test_waits_are_counted_when_they_are_over() -> None:
     office = Office(shares=3)
     first, second, other, third = office.request(), office.request(weight=2), office.request(), office.request()
@@ -454,7 +569,7 @@ def test_nothing_is_left_of_a_request_that_leaves_at_any_moment(
     while not ends:
         office = Office(shares=3)
         first, second, third = office.request(), office.request(weight=2), office.request()
-        leaver = Request(office.loop, office.enter(), weight=2, stubborn=stubborn)
+        leaver = Request(office, office.enter(), weight=2, stubborn=stubborn)
         leaver.run()
         script = [first.open, first.open, leaver.open, second.open, third.open, third.open, leaver.open, second.open]
         left = 0
@@ -514,8 +629,8 @@ def test_who_is_away_holds_no_share_and_comes_back_before_the_line() -> None:
 @pytest.mark.parametrize("crowded", [False, True])
 def test_where_too_many_are_away_or_too_much_is_held_the_next_keeps_its_share(*, crowded: bool) -> None:
     office = Office()
-    away = [] if crowded else [office.request(away=True) for _ in range(2)]
-    office.crowded = crowded
+    office.held = MAX_HELD + 1 if crowded else 0
+    away = [] if crowded else [office.request(away=True) for _ in range(MAX_AWAY)]
     kept = office.request(away=True)
     assert (office.now.away, office.now.shares_in_use) == (len(away), 1)
     open_all(office, kept, *away)
@@ -576,48 +691,233 @@ def test_the_way_back_is_no_longer_than_the_limit() -> None:
     office.assert_empty()
 
 
+def test_a_wait_in_line_is_as_long_as_it_is_whenever_it_is_run() -> None:
+    office = Office(shares=1)
+    first, late = office.request(), Request(office, office.enter())
+    office.loop.set_clock(MAX_WAIT - 1)
+    late.run()
+    office.loop.settle()
+    assert late.outcome is None
+    office.loop.set_clock(MAX_WAIT)
+    office.loop.settle()
+    assert isinstance(late.outcome, Overloaded)
+    open_all(office, first)
+    too_late = Request(office, office.enter())
+    office.loop.set_clock(3 * MAX_WAIT)
+    too_late.run()  # it has its share since it came
+    open_all(office, too_late)
+    assert too_late.outcome == "done"
+    office.assert_empty()
+
+
+@pytest.mark.parametrize("queue", ["line", "weighing", "returning"])
+def test_a_turn_that_comes_before_who_waits_has_heard_that_its_time_is_over_is_taken(queue: str) -> None:
+    outcomes = []
+    for steps in range(6):
+        office = Office(shares=3 if queue == "weighing" else 1)
+        late = office.request(away=True) if queue == "returning" else None
+        others = [office.enter() for _ in range(office.shares - (queue == "weighing"))]
+        late = late or office.request(weight=2)
+        if queue != "line":
+            late.open()
+            office.loop.settle()
+        assert (late.waits, late.waits_in) == (True, queue)
+        office.loop.set_clock(MAX_WAIT)
+        for _ in range(steps):
+            office.loop.step()
+        with office.loop.running():
+            for other in others:
+                other.give_up()
+        open_all(office, late)
+        outcomes.append(late.outcome == "done")
+        assert outcomes[-1] or isinstance(late.outcome, Overloaded)
+        assert office.now.expired == (not outcomes[-1])
+        office.assert_empty()
+    assert outcomes == [True, True, False, False, False, False]  # it rings in the first step, and is heard in the next
+
+
+def test_who_does_not_hear_that_it_was_given_up_while_away_has_no_place_to_come_back_to() -> None:
+    office = Office(shares=1)
+    deaf, other = office.request(away=True, deaf=True), office.request()
+    deaf.give_up()
+    office.loop.settle()
+    assert (deaf.ended, office.now.away, office.now.orphaned) == (False, 1, 0)
+    deaf.open()
+    office.loop.settle()
+    assert (deaf.ended, office.now.returning) == (True, 0)
+    assert isinstance(deaf.outcome, Cancelled)
+    open_all(office, other)
+    office.assert_empty()
+
+
+def test_work_away_that_fails_leaves_without_a_share() -> None:
+    office = Office(shares=1)
+
+    async def fetch() -> None:
+        await asyncio.sleep(0)
+        raise BAD
+
+    ticket = office.enter()
+    with office.loop.running():
+        running = office.loop.create_task(ticket.run(ticket.away(fetch())))
+    other = office.request()
+    assert running.exception() is BAD
+    open_all(office, other)
+    office.assert_empty()
+
+
+def test_who_has_no_share_and_weighs_little_is_light() -> None:
+    """So that nobody light waits for it as for somebody heavy."""
+    office = Office(shares=3)
+    gate = office.loop.create_future()
+
+    async def fetch() -> None:
+        await gate
+        raise BAD
+
+    async def work() -> str:
+        with suppress(MediaError):
+            await ticket.away(fetch())
+        await ticket.weigh(1)
+        return "done"
+
+    ticket = office.enter()
+    with office.loop.running():
+        running = office.loop.create_task(ticket.run(work()))
+    office.loop.settle()
+    others = [office.request() for _ in range(3)]
+    gate.set_result(None)
+    office.loop.settle()
+    assert (office.now.weighing, office.now.returning) == (0, 1)
+    open_all(office, *others)
+    assert running.result() == "done"
+    office.assert_empty()
+
+
+def run_out(request: Request) -> None:
+    """Of time, with all others."""
+    request.loop.set_clock(MAX_WAIT)
+
+
+@pytest.mark.parametrize("leave", [Request.give_up, Request.cancel, run_out])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_nothing_is_left_of_a_request_that_leaves_at_any_moment_of_a_life_with_a_fetch(
+    leave: Callable[[Request], None], *, stubborn: bool
+) -> None:
+    """Between any two callbacks of a life that is in line, away, on its way back, and heavy."""
+    moments = ends = 0
+    seen = set()
+    while not ends:
+        office = Office(shares=3)
+        first, second, third = office.request(weight=2), office.request(), office.request()
+        leaver = Request(office, office.enter(), weight=2, stubborn=stubborn, away=True)
+        leaver.run()
+        fourth = Request(office, office.enter())
+        fourth.run()
+        script = [second.open, second.open, leaver.open, third.open, third.open, first.open, first.open]
+        script += [fourth.open, fourth.open, leaver.open]
+        left = 0
+        while True:
+            if left == moments:
+                leave(leaver)
+            left += 1
+            seen.add((leaver.waits_in, leaver.waits, leaver.is_away))
+            if not office.loop.step():
+                if not script:
+                    break
+                script.pop(0)()
+        ends = left <= moments
+        everybody = (first, second, third, fourth, leaver)
+        assert leaver.outcome is not None
+        assert all(one.outcome == "done" or leave is run_out for one in everybody[:-1])
+        assert all(one.outcome == "done" or isinstance(one.outcome, Overloaded) or one is leaver for one in everybody)
+        assert office.now.expired == sum(isinstance(one.outcome, Overloaded) for one in everybody)
+        office.assert_empty()
+        assert not [gate for gate in office.loop.pending() if not any(gate in one._gates for one in everybody)]
+        moments += 1
+    assert moments > 20
+    assert seen >= {("line", True, False), ("line", False, True), ("returning", True, False), ("weighing", True, False)}
+
+
 class AdmissionMachine(RuleBasedStateMachine):
-    """Requests come, weigh, end, fail, and are given up and cancelled, between any two callbacks."""
+    """Requests come, go away, weigh, end, fail, wait too long, are given up, cancelled, between any two callbacks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.office = Office()
         self.loop = self.office.loop
         self.requests: list[Request] = []
-        self.weighers: list[Request] = []
-        """In the order in which they began to wait."""
-        self.granted: set[Request] = set()
-        self.someone_weighed = False
+        self.waited: dict[str, list[Request]] = {"line": [], "weighing": [], "returning": []}
+        """Who waited when it was last looked at."""
 
     def pick(self, number: int) -> Request:
         return self.requests[number % len(self.requests)]
 
+    def waiting(self, queue: str) -> list[Request]:
+        """In the order in which they began to wait there."""
+        return [one for one in self.office.waits[queue] if one.waits and one.waits_in == queue]
+
+    @property
+    def at_work(self) -> list[Request]:
+        """Or away: they wait for nobody's share."""
+        return [one for one in self.requests if not one.ended and (one.is_away or (one.begun and one.ticket.shares))]
+
+    @property
+    def light(self) -> int:
+        """Requests with one share."""
+        return sum(request.ticket.shares == 1 for request in self.requests)
+
+    @property
+    def free(self) -> int:
+        return SHARES - sum(request.ticket.shares for request in self.requests)
+
     @rule(
         size=st.one_of(st.integers(0, 60), st.just(MAX_WAITING_BYTES + 1)),
         weight=st.integers(0, 6),
-        how=st.sampled_from(("plain", "plain", "away", "stubborn", "deaf", "bad")),
+        how=st.sampled_from(("plain", "away", "stubborn", "deaf", "deaf away", "bad")),
     )
     def enter(self, size: int, weight: int, how: str) -> None:
+        """One, which is run at some other time."""
+        self.arrive(size, weight, how)
+
+    @rule(
+        sizes=st.sampled_from((1, 30)),
+        weights=st.lists(st.sampled_from((1, 2, 3, 3, 6)), min_size=2, max_size=6),
+        how=st.sampled_from(("plain", "away", "away")),
+    )
+    def come(self, sizes: int, weights: list[int], how: str) -> None:
+        """Several, which go as far as they can by themselves."""
+        for weight in weights:
+            self.arrive(sizes, weight, how)
+            if self.requests and self.requests[-1].running is None:
+                self.requests[-1].run()
+            self.settle()
+
+    def arrive(self, size: int, weight: int, how: str) -> None:
         now = self.office.now
-        waits = now.shares_in_use == SHARES or now.waiting or now.weighing or now.returning
-        full = now.waiting == MAX_WAITING or now.waiting_bytes + size > MAX_WAITING_BYTES
+        heavy = self.waiting("weighing")
+        held_up = heavy and (self.light or self.office.held > MAX_HELD)
+        waits = now.waiting or now.returning or not self.free or held_up
+        full = now.waiting + now.weighing + now.returning >= MAX_WAITING
+        full = full or (waits and now.waiting_bytes + size > MAX_WAITING_BYTES)
         try:
             ticket = self.office.enter(size)
         except Overloaded:
-            assert waits
             assert full
             return
-        assert not (waits and full)
+        assert not full
+        assert bool(ticket.shares) != bool(waits)
         request = Request(
-            self.loop,
+            self.office,
             ticket,
             weight=weight,
             stubborn=how == "stubborn",
-            deaf=how == "deaf",
-            away=how == "away",
+            deaf="deaf" in how,
+            away="away" in how,
             end=BAD if how == "bad" else None,
         )
         self.requests.append(request)
+        self.office.waits["line"].append(request)
 
     @precondition(lambda self: any(request.running is None for request in self.requests))
     @rule(number=st.integers(0))
@@ -626,19 +926,27 @@ class AdmissionMachine(RuleBasedStateMachine):
         unbegun[number % len(unbegun)].run()
 
     @precondition(lambda self: self.requests)
-    @rule(number=st.integers(0))
-    def give_up(self, number: int) -> None:
-        self.pick(number).give_up()
-
-    @precondition(lambda self: self.requests)
-    @rule(number=st.integers(0))
-    def cancel(self, number: int) -> None:
-        self.pick(number).cancel()
+    @rule(number=st.integers(0), how=st.sampled_from((Request.give_up, Request.cancel)))
+    def leave(self, number: int, how: Callable[[Request], None]) -> None:
+        how(self.pick(number))
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0))
     def open(self, number: int) -> None:
         self.pick(number).open()
+
+    @precondition(lambda self: self.at_work)
+    @rule(numbers=st.lists(st.integers(0), min_size=1, max_size=3))
+    def go_on(self, numbers: list[int]) -> None:
+        """Some of those that can."""
+        for number in numbers:
+            if self.at_work:
+                self.at_work[number % len(self.at_work)].open()
+                self.settle()
+
+    @rule(seconds=st.sampled_from((1, 29, 31, MAX_WAIT)))
+    def wait(self, seconds: int) -> None:
+        self.loop.set_clock(self.loop.now + seconds)
 
     @rule(steps=st.integers(1, 3))
     def step(self, steps: int) -> None:
@@ -650,9 +958,14 @@ class AdmissionMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         while self.loop.step():
             self.watch()
+        waiting = [one for queue in self.waited for one in self.waiting(queue) if one.running is not None]
+        assert self.loop.timers == len(waiting)
+        assert all(self.loop.now - one.since < MAX_WAIT for one in waiting)
+        if self.waiting("line"):  # they may have been kept back by what was held, and it must be held still
+            assert self.office.crowded == (self.office.held > MAX_HELD) or not self.free or self.light
         for request in self.requests:
             assert request.ended == request.begun or request.outcome is None
-            if request.begun and not request.ended and not request.weighs and not request.is_away:
+            if request.begun and not request.ended and not request.waits and not request.is_away:
                 owed = min(request.weight, SHARES - 1) if request.weighed else 1
                 assert request.ticket.shares == max(owed, 1)
             if request.ended:
@@ -661,53 +974,68 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def watch(self) -> None:
         now = self.office.now
-        held = sum(request.ticket.shares for request in self.requests)
-        assert now.shares_in_use == held <= SHARES
+        assert now.shares_in_use == SHARES - self.free <= SHARES
+        assert now.orphaned == sum(one.ticket.shares for one in self.requests if one.ticket.given_up)
         assert now.waiting <= MAX_WAITING
-        assert now.waiting_bytes <= MAX_WAITING_BYTES
-        assert now.orphaned <= held
-        self._watch_order(SHARES - held)
+        assert now.waiting + now.weighing + now.returning <= MAX_WAITING + SHARES + MAX_AWAY
+        assert now.waiting_bytes == sum(one.ticket.size for one in self.waiting("line")) <= MAX_WAITING_BYTES
+        assert now.away <= MAX_AWAY
+        self._watch_rule()
+        self._watch_order()
+        self.waited = {queue: self.waiting(queue) for queue in self.waited}
 
-    def _watch_order(self, free: int) -> None:
-        for request in self.requests:
-            if request.weighs and not request.ticket.shares and request not in self.weighers:
-                self.weighers.append(request)
-        waiting = [one for one in self.weighers if one.weighs and not one.ticket.shares and not one.ticket.given_up]
-        served = [one for one in self.weighers if one.weighs and one.ticket.shares]
-        positions = {one: self.weighers.index(one) for one in waiting + served}
-        assert all(positions[late] < positions[early] for late in served for early in waiting)
-        light = sum(request.ticket.shares == 1 for request in self.requests)
+    def _watch_rule(self) -> None:
+        """Why nobody is served though shares are free."""
+        heavy, back, line = (self.waiting(queue) for queue in ("weighing", "returning", "line"))
         assert sum(one.ticket.shares for one in self.requests if one.ticket.shares > 1) < SHARES
-        assert not waiting or min(waiting[0].weight, SHARES - 1) > free - (not light)
-        new = [one for one in self.requests if one.ticket.shares and one not in self.granted]
-        assert len(new) < 2 or not (waiting and self.someone_weighed)  # one light one at a time
-        self.granted.update(new)
-        in_line = [one for one in self.requests if one not in self.granted and not one.ticket.given_up]
-        assert len(in_line) == self.office.now.waiting
-        if in_line:
-            first = self.requests.index(in_line[0])
-            assert all(one in self.granted or one.ticket.given_up for one in self.requests[:first])
-            assert not any(one in self.granted for one in self.requests[first:])
-        if in_line or self.office.now.returning:
-            assert not free or (waiting and light)
-        self.someone_weighed = bool(waiting)
+        if heavy:
+            assert self.free - min(heavy[0].weight, SHARES - 1) < (0 if self.light else 1)
+        if back:
+            assert not self.free or (heavy and self.light)
+        if line:
+            assert not self.free or (heavy and (self.light or self.office.crowded))
+
+    def _watch_order(self) -> None:
+        """Who was served since it was last looked at, and who was not."""
+        served = {queue: [one for one in self.waited[queue] if one.ticket.shares] for queue in self.waited}
+        for queue, lucky in served.items():
+            places = self.office.waits[queue].index
+            still = [one for one in self.waited[queue] if one in self.waiting(queue)]
+            assert all(places(one) < places(other) for one in lucky for other in still)
+        if served["line"]:
+            assert not [one for one in self.waited["returning"] if one in self.waiting("returning")]
+        if self.waited["weighing"] and self.waiting("weighing") and (served["line"] or served["returning"]):
+            assert self.light == 1
 
     def teardown(self) -> None:
+        """Those who run end, again and again, while no time passes: everybody gets their turn."""
+        self.settle()
         for request in self.requests:
             if request.running is None:
                 request.run()
-        for _ in range(2 * len(self.requests) + 1):
-            for request in self.requests:
+        self.settle()
+        expired = self.office.now.expired
+        for _ in range(3 * len(self.requests)):
+            for request in self.at_work:
                 request.open()
             self.settle()
+        now = self.office.now
+        assert now.expired == expired
+        assert now.expired >= sum(isinstance(request.outcome, Overloaded) for request in self.requests)
         for request in self.requests:
             if request.cancelled or request.given_up:
-                assert request.outcome in ("cancelled", "done", BAD) or isinstance(request.outcome, Cancelled)
+                assert request.outcome in ("cancelled", "done", BAD) or isinstance(
+                    request.outcome, Cancelled | Overloaded
+                )
+            elif isinstance(request.outcome, Overloaded):
+                assert self.loop.now - request.since >= MAX_WAIT
             else:
                 assert request.outcome is (request._end or "done")
         self.office.assert_empty()
-        assert not self.loop.pending()
-        assert self.office.now.admitted + self.office.now.abandoned == len(self.requests)
+        assert self.office.held == 0
+        assert not [gate for gate in self.loop.pending() if not any(gate in one._gates for one in self.requests)]
+        unbegun = sum(isinstance(one.outcome, Overloaded) and not one.begun for one in self.requests)
+        assert now.admitted + now.abandoned + unbegun == len(self.requests)
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from tests.corpus.bad_pictures import bad_pictures
+from tests.pictures_here import decode_picture
 from triptych.core.config import MediaLimits
 from triptych.core.errors import InvalidRequest, MediaError, MediaUnavailable
 from triptych.core.media import Stage
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode import admit_picture, decode_here, decode_picture, explain, is_memory
+from triptych.media.decode import admit_picture, decode_here, explain, is_memory
 from triptych.media.header import Format, Size
 from triptych.media.limits import RequestBudget, check_item_count
 

@@ -18,7 +18,7 @@ import triptych
 from triptych.cli.flags import MOST
 from triptych.cli.main import app, evaluations, main
 from triptych.cli.media import LIMIT_VARIABLE, MediaFlags
-from triptych.core.config import GIB, KIB, MIB, DecodeConfig, FetchSettings, MediaLimits
+from triptych.core.config import GIB, MIB, DecodeConfig, FetchSettings, MediaLimits
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_every_setting_is_handed_on() -> None:
     chosen = parsed(
         *(word for kind in SETTINGS[:2] for one in fields(kind) for word in (f"--{one.name.replace('_', '-')}", "7")),
         *("--fetch-hosts", "a.example", "--fetch-hosts", "*.b.example", "--fetch-ports", "8080", "--fetch-ports", "81"),
-        *("--fetch-private-networks", "--fetch-max-bytes", "5KiB", "--fetch-seconds", "3", "--fetch-retries", "0"),
+        *("--fetch-private-networks", "--fetch-seconds", "3", "--fetch-retries", "0"),
         *("--fetch-connect-seconds", "0.5", "--fetch-per-host", "2", "--fetch-at-once", "4"),
         *("--fetch-proxy", "http://proxy.example:3128", "--fetch-ca-file", "/ca.pem"),
         *("--media-options", '{"image": {"background": [0, 0, 0]}, "video": {"fps": 1, "max_frames": 32.0}}'),
@@ -72,7 +72,6 @@ def test_every_setting_is_handed_on() -> None:
         fetch_hosts=("a.example", "*.b.example"),
         fetch_ports=(8080, 81),
         fetch_private_networks=True,
-        fetch_max_bytes=5 * KIB,
         fetch_seconds=3.0,
         fetch_connect_seconds=0.5,
         fetch_retries=0,
@@ -104,7 +103,6 @@ CHOSEN = st.fixed_dictionaries(
         "fetch_hosts": HOSTS,
         "fetch_ports": st.lists(st.integers(1, 65535), min_size=1, max_size=3).map(tuple),
         "fetch_private_networks": st.booleans(),
-        "fetch_max_bytes": COUNT,
         "fetch_seconds": SECONDS,
         "fetch_connect_seconds": SECONDS,
         "fetch_retries": COUNT | st.just(0),

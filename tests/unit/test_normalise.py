@@ -7,10 +7,10 @@ import pytest
 from PIL import Image, ImageCms
 
 from tests.corpus.picture_files import gif_screen
+from tests.pictures_here import decode_picture
 from triptych.core.config import MediaLimits
 from triptych.core.errors import MediaError
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode import decode_picture
 from triptych.media.limits import RequestBudget
 from triptych.media.normalise import EXIF_ORIENTATION, to_rgb
 

@@ -184,7 +184,6 @@ def test_hosts_on_a_list(host: str, patterns: tuple[str, ...], listed: bool) -> 
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"fetch_max_bytes": 0}, "fetch_max_bytes"),
         ({"fetch_per_host": 0}, "fetch_per_host"),
         ({"fetch_at_once": 0}, "fetch_at_once"),
         ({"fetch_seconds": 0.0}, "fetch_seconds"),

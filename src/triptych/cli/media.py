@@ -154,9 +154,6 @@ class MediaFlags:
             help="Fetch from private and loopback addresses too; metadata services and link-local addresses never.",
         ),
     ] = _FETCH.fetch_private_networks
-    fetch_max_bytes: Annotated[
-        int, sized("Most that is fetched for one item, where that is less than the limit on items")
-    ] = _FETCH.fetch_max_bytes
     fetch_seconds: Annotated[
         float,
         Parameter(validator=positive, help="Seconds for fetching one item, its redirects, retries and waits included."),

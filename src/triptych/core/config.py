@@ -72,7 +72,7 @@ class MediaLimits:
     max_items: int = 64
     """Items of one request."""
     max_request_pixels: int = 128_000_000
-    """Pixels of all pictures of one request together."""
+    """Pixels of all pictures of one request, and of all frames that are kept of its videos, together."""
     max_request_bytes: int = 256 * MIB
     """Encoded bytes of all items of one request together."""
     max_frame_pixels: int = 4096 * 2304
@@ -91,8 +91,7 @@ class MediaLimits:
     max_sound_seconds: int = 600
     """How long one sound may play."""
     media_preparation_limit: int = 4
-    """Shares in the preparation of media. A request has one while its media are fetched, and then as many as they
-    weigh."""
+    """Shares in the preparation of media. A request has as many as its media weigh, and none while it fetches."""
     max_waiting_preparations: int = 256
     """Requests that wait for shares; one more is refused as overloaded."""
     max_waiting_bytes: int = 1 * GIB
@@ -167,8 +166,6 @@ class FetchSettings:
     """Ports that may be dialled."""
     fetch_private_networks: bool = False
     """Whether loopback and private addresses may be dialled. Metadata services and link-local addresses never are."""
-    fetch_max_bytes: int = 200 * MIB
-    """Bytes of one answer; ``max_item_bytes`` counts where it is less."""
     fetch_seconds: float = 30.0
     """For one item: all its redirects, its retries, and its waiting in line."""
     fetch_connect_seconds: float = 5.0
@@ -191,7 +188,7 @@ class FetchSettings:
         Raises:
             StartupError: naming the field.
         """
-        _positive(self, "fetch_max_bytes", "fetch_per_host", "fetch_at_once")
+        _positive(self, "fetch_per_host", "fetch_at_once")
         for name in ("fetch_seconds", "fetch_connect_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise StartupError(f"{name} must be a finite number above 0, not {getattr(self, name)}")

@@ -7,15 +7,23 @@
     end       the work has ended: its shares are free
 
     give up   in line          the place is free at once
-              weighing         that place too
+              weighing, back   that place too
               at work          the work is cancelled, and keeps its shares until it has ended
 
-Who has one share is light, who has more is heavy. The heavy never have all shares: one is left to the light, or is had
-by one. While somebody waits to be heavy the light go on one at a time; so a thumbnail is not kept waiting by what is
-huge, nor the other way round by many thumbnails. Within each kind it is first come, first served.
+Who has one share is light, who has more is heavy. With only one share all are light.
+
+    heavy     the first who weighs begins if one share stays free then, or if somebody light is at work:
+              so the heavy never have all shares, and one is left to the light
+    light     nobody weighs       any free share: who comes back first, then the line
+              somebody weighs     the same, while nobody light is at work: one at a time
+                                  nobody of the line, while too many bytes are held
+
+So a thumbnail does not wait for what is huge, and what is huge waits only for those who are at work, not for all the
+thumbnails that come meanwhile. Among those who wait for the same it is first come, first served.
 
 Shares belong to the work, not to the caller: what cannot be stopped at once keeps them, so that cancelling and asking
-again cannot pile up work. Nobody waits for shares while holding any, and nobody waits for longer than the limit.
+again cannot pile up work. Nobody waits for shares while holding any, and nobody waits for longer than the limit. Since
+the light pass, the line is no bound for those who have begun and wait again; they count when somebody new comes.
 """
 
 from __future__ import annotations
@@ -48,7 +56,7 @@ class AdmissionStatistics:
     away: int
     """Requests that have begun and wait for others, without a share."""
     returning: int
-    """Requests that were away and wait for a share."""
+    """Requests that have begun, have no share, and wait for one."""
     waiting_bytes: int
     """Encoded bytes that came with the requests in line."""
     admitted: int
@@ -59,7 +67,7 @@ class AdmissionStatistics:
     expired: int
     """Waited too long."""
     wait_seconds: float
-    """Of all waits for shares that are over, together."""
+    """Of all waits that ended with shares, together."""
     longest_wait_seconds: float
 
 
@@ -151,10 +159,10 @@ class Ticket:
             return await work
         try:
             result = await work
-        except BaseException:
+        finally:
             self._admission.end_away(self)
-            raise
-        await self._admission.come_back(self)
+        if not self.given_up:
+            await self._admission.come_back(self)
         if self.given_up:
             raise asyncio.CancelledError
         return result
@@ -175,11 +183,12 @@ class Admission:
 
     Args:
         shares: of all work at once.
-        max_waiting: requests in line.
-        max_waiting_bytes: encoded bytes of them together.
+        max_waiting: requests that wait when one more comes, at least 1.
+        max_waiting_bytes: encoded bytes of those in line together.
         max_wait: seconds of one wait for shares.
         max_away: requests that may be away at once.
-        crowded: whether so much is held that nobody else shall go away.
+        crowded: whether so much is held that nobody else shall go away, and nobody pass those who weigh; asked again
+            when work has ended.
     """
 
     def __init__(
@@ -227,8 +236,7 @@ class Admission:
             Overloaded: the line is full; names how much waits, and the flag.
         """
         ticket = Ticket(self, size)
-        if not self._free or self._line or self._weighing or self._returning:
-            self._check_room(size)
+        self._check_room(size)
         self._waiting_bytes += size
         self._line.append(ticket)
         ticket.since = _now()
@@ -236,19 +244,18 @@ class Admission:
         return ticket
 
     def _check_room(self, size: int) -> None:
-        waiting, held, most = len(self._line), self._waiting_bytes, self._max_waiting_bytes
+        waiting, held = len(self._line) + len(self._weighing) + len(self._returning), self._waiting_bytes
         if waiting >= self._max_waiting:
-            self._refused += 1
-            raise Overloaded(
-                f"{waiting} requests already wait for media preparation (--max-waiting-preparations); retry later, or "
-                "raise --media-preparation-limit"
+            full = f"{waiting} requests already wait for media preparation (--max-waiting-preparations)"
+        elif held + size > self._max_waiting_bytes and (self._line or not self._takes_newcomers()):
+            full = (
+                f"{held} bytes of media already wait for their preparation, in {len(self._line)} request(s), and this "
+                f"request has {size}; at most {self._max_waiting_bytes} (--max-waiting-bytes)"
             )
-        if held + size > most:
-            self._refused += 1
-            raise Overloaded(
-                f"{held} bytes of media already wait for their preparation, in {waiting} request(s), and this request "
-                f"has {size}; at most {most} (--max-waiting-bytes): retry later, or raise --media-preparation-limit"
-            )
+        else:
+            return
+        self._refused += 1
+        raise Overloaded(f"{full}; retry later, or raise --media-preparation-limit")
 
     async def turn_of(self, ticket: Ticket) -> None:
         """Wait until it waits for nothing any more.
@@ -257,7 +264,7 @@ class Admission:
             Overloaded: it waited too long, and has no place any more.
         """
         try:
-            async with asyncio.timeout(self._max_wait):
+            async with asyncio.timeout_at(ticket.since + self._max_wait):
                 await ticket.turn.wait()
         except TimeoutError:
             if ticket.turn.is_set():
@@ -276,7 +283,7 @@ class Admission:
         if needs <= ticket.shares:
             return
         self._take_back(ticket)
-        await self._wait_in(self._weighing, ticket, needs)
+        await self._wait_in(self._weighing if needs > 1 else self._returning, ticket, needs)
 
     def let_go(self, ticket: Ticket) -> bool:
         """See ``Ticket.away``; False where it must keep its share."""
@@ -292,8 +299,7 @@ class Admission:
         self._away.discard(ticket)
 
     async def come_back(self, ticket: Ticket) -> None:
-        """It is not away any more, and waits for a share."""
-        self.end_away(ticket)
+        """It waits for a share again."""
         await self._wait_in(self._returning, ticket, 1)
 
     async def _wait_in(self, queue: deque[Ticket], ticket: Ticket, needs: int) -> None:
@@ -355,11 +361,9 @@ class Admission:
         return True
 
     def _serve_light(self) -> bool:
-        if not self._free or (self._weighing and self._light):
-            return False
-        if self._returning:
+        if self._returning and self._takes_light():
             self._give(self._returning.popleft())
-        elif self._line:
+        elif self._line and self._takes_newcomers():
             ticket = self._line.popleft()
             self._waiting_bytes -= ticket.size
             self._admitted += 1
@@ -367,6 +371,12 @@ class Admission:
         else:
             return False
         return True
+
+    def _takes_light(self) -> bool:
+        return self._free > 0 and not (self._weighing and self._light)
+
+    def _takes_newcomers(self) -> bool:
+        return self._takes_light() and not (self._weighing and self._crowded())
 
     def _give(self, ticket: Ticket) -> None:
         waited = _now() - ticket.since

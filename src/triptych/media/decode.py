@@ -28,7 +28,6 @@ from PIL.WebPImagePlugin import WebPImageFile
 from triptych.core.clip import FrameSize
 from triptych.core.errors import MediaError, MediaUnavailable, one_line
 from triptych.core.media import Picture, Stage
-from triptych.core.media_options import PictureOptions
 from triptych.media.header import Format, Size, read_size, recognise
 from triptych.media.limits import check_item_bytes
 from triptych.media.normalise import to_rgb
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
 
     from PIL.ImageFile import ImageFile
 
+    from triptych.core.media_options import PictureOptions
     from triptych.core.picture_fit import PictureFit
     from triptych.media.limits import RequestBudget
 
-DEFAULT_OPTIONS = PictureOptions()
 MAX_REASON = 200
 """Characters of a decoder's own message that are passed on."""
 _OPEN: dict[Format, Callable[[io.BytesIO], ImageFile]] = {
@@ -87,7 +86,7 @@ def admit_picture(index: int, data: bytes, budget: RequestBudget) -> Admitted:
     return Admitted(kind, size)
 
 
-class Decoded(NamedTuple):
+class DecodedPicture(NamedTuple):
     """A picture as it is wanted, and what it was made of."""
 
     image: Image
@@ -97,7 +96,7 @@ class Decoded(NamedTuple):
 
 def decode(
     index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
-) -> Decoded:
+) -> DecodedPicture:
     """Decode, turn upright and flatten one picture, of an animation the first frame; then resize it, if that is wanted.
 
     Raises:
@@ -114,12 +113,12 @@ def decode(
         upright = to_rgb(image, options.background)
     source = FrameSize(upright.height, upright.width)
     if fit is None:
-        return Decoded(upright, source)
+        return DecodedPicture(upright, source)
     try:
         size = fit.size(source)
     except ValueError as error:
         raise MediaError(index, str(error), Stage.PREPROCESS) from error
-    return Decoded(upright.resize((size.width, size.height), resample=Resampling(fit.resample)), source)
+    return DecodedPicture(upright.resize((size.width, size.height), resample=Resampling(fit.resample)), source)
 
 
 def is_memory(error: Exception) -> bool:
@@ -134,21 +133,6 @@ def explain(kind: Format, error: Exception) -> str:
     """The reason that a client is told, on one line."""
     reason = "".join(letter for letter in one_line(error)[:MAX_REASON] if letter.isprintable())
     return f"damaged or cut off {kind.value} picture: {reason}"
-
-
-def decode_picture(
-    index: int,
-    data: bytes,
-    budget: RequestBudget,
-    options: PictureOptions = DEFAULT_OPTIONS,
-    fit: PictureFit | None = None,
-) -> Picture:
-    """All of it at once, in this process: for pictures that are trusted, and for tests.
-
-    Raises:
-        MediaError: empty, not a supported picture, damaged, cut off, or over a limit; ``index`` names the item.
-    """
-    return decode_here(index, data, admit_picture(index, data, budget), options, fit)
 
 
 def decode_here(

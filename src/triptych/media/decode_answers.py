@@ -60,14 +60,14 @@ def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit |
     return Picture(np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, CHANNELS))
 
 
-def survey_of(answer: Survey, limits: MediaLimits) -> ClipSurvey:
+def survey_of(answer: Survey, sampling: FrameSampling, limits: MediaLimits) -> ClipSurvey:
     """What decoding a video will cost.
 
     Raises:
-        ValueError: more than is allowed, which the process would have refused.
+        ValueError: more than was asked for or is allowed, which the process would have refused.
     """
     survey = ClipSurvey(answer.frames, answer.kept_pixels, answer.decoded_pixels)
-    most = (limits.max_clip_frames, limits.max_clip_pixels, limits.max_decoded_pixels)
+    most = (_most_frames(sampling, limits), limits.max_clip_pixels, limits.max_decoded_pixels)
     if any(value > limit for value, limit in zip(survey, most, strict=True)):
         raise ValueError(f"a video of {survey.frames} frames and {survey.decoded_pixels} pixels")
     return survey
@@ -82,7 +82,7 @@ def clip_of(
         ValueError: they are not what was asked for, or contradict themselves.
     """
     count, height, width = answer.frames, answer.height, answer.width
-    most = min(limits.max_clip_frames, sampling.num_frames or sampling.max_frames or limits.max_clip_frames)
+    most = _most_frames(sampling, limits)
     if count > most or count * height * width > limits.max_clip_pixels:
         raise ValueError(f"{count} frames of {width} x {height} where at most {most} were asked for")
     if fit is not None and (height % fit.cell or width % fit.cell):
@@ -116,6 +116,10 @@ def sound_of(answer: Samples, descriptor: int, rate: int, window: int | None, li
     if not np.isfinite(samples).all():
         raise ValueError("samples that are not finite numbers")
     return Sound(samples, rate, plan_windows(answer.samples, window))
+
+
+def _most_frames(sampling: FrameSampling, limits: MediaLimits) -> int:
+    return min(limits.max_clip_frames, sampling.num_frames or sampling.max_frames or limits.max_clip_frames)
 
 
 def most_samples(rate: int, limits: MediaLimits) -> int:

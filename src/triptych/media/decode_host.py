@@ -149,7 +149,7 @@ class DecodeProcess:
         task = SurveyTask(len(data), sampling, fit)
 
         def taken(answer: Survey, _: int) -> ClipSurvey:
-            return survey_of(answer, self._limits)
+            return survey_of(answer, sampling, self._limits)
 
         return self._decode(data, _Job(index, "video", task, ceiling, ceiling.seconds, Survey, taken, descriptors=0))
 

@@ -43,14 +43,6 @@ _MAX_INTERIM = 16
 """Answers that say only that there will be one."""
 
 
-class ByteLimit(NamedTuple):
-    """The most bytes that one item may have."""
-
-    bytes: int
-    flag: str
-    """What raises it."""
-
-
 @dataclass(slots=True)
 class Progress:
     """What a fetch is doing, for the message when its time is over."""
@@ -88,7 +80,7 @@ async def get(
     connection: socket.socket,
     target: Target,
     tls: ssl.SSLContext,
-    limit: ByteLimit,
+    limit: int,
     progress: Progress,
     *,
     whole_url: bool = False,
@@ -99,7 +91,7 @@ async def get(
         connection: no longer the caller's.
         target: what to ask for, and whose certificate to expect.
         tls: for https.
-        limit: of the body.
+        limit: bytes of the body.
         progress: kept up to date.
         whole_url: whether to ask by the URL instead of its path, as proxies want it.
 
@@ -133,7 +125,7 @@ async def get(
 class _Exchange:
     """The states of one exchange."""
 
-    def __init__(self, incoming: Incoming, target: Target, limit: ByteLimit, progress: Progress) -> None:
+    def __init__(self, incoming: Incoming, target: Target, limit: int, progress: Progress) -> None:
         self._incoming = incoming
         self._target = target
         self._limit = limit
@@ -204,7 +196,7 @@ class _Exchange:
                 f"its answer is encoded as {encoding[:40].decode(errors='replace')!r}, which it was asked not to do"
             )
         length = headers.get(b"content-length", b"0")
-        if int(length) > self._limit.bytes:
+        if int(length) > self._limit:
             raise self._too_large(f"{int(length)} bytes")
 
     async def _body(self) -> bytes:
@@ -214,8 +206,8 @@ class _Exchange:
         self._progress.doing = "before the first byte of the body"
         while isinstance(event := await self._next(), h11.Data):
             size = body.tell() + len(event.data)
-            if size > self._limit.bytes:
-                raise self._too_large(f"more than {self._limit.bytes} bytes")
+            if size > self._limit:
+                raise self._too_large(f"more than {self._limit} bytes")
             body.write(event.data)
             self._progress.doing = f"after {size} bytes of the body"
             pieces += 1
@@ -228,8 +220,8 @@ class _Exchange:
         return body.getvalue()
 
     def _too_large(self, size: str) -> FetchFailure:
-        limit = self._limit
-        return FetchFailure(f"{self._target.host}: {size}; at most {limit.bytes} ({limit.flag})", stage=Stage.LIMIT)
+        what = f"{self._target.host}: {size}; at most {self._limit} (--max-item-bytes)"
+        return FetchFailure(what, stage=Stage.LIMIT)
 
     def _failure(self, reason: str, *, retryable: bool = False, after: float = 0.0) -> FetchFailure:
         return FetchFailure(f"{self._target.host}: {reason}", retryable=retryable, after=after)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from triptych.core.errors import StartupError
 from triptych.media.addresses import is_private, refusal
-from triptych.media.exchange import ByteLimit, Progress, get, tls_context
+from triptych.media.exchange import Progress, get, tls_context
 from triptych.media.fetch_failure import FetchFailure
 from triptych.media.proxy import open_tunnel
 from triptych.media.target import is_listed, parse
@@ -93,7 +93,7 @@ class Fetcher:
 
     Args:
         settings: whom to ask, and how long.
-        limits: of one item; of both limits on bytes the smaller counts.
+        limits: of one item.
         network: the world.
 
     Raises:
@@ -106,10 +106,7 @@ class Fetcher:
         self._tls = tls_context(settings.fetch_ca_file)
         self._proxy = _read_proxy(settings.fetch_proxy) if settings.fetch_proxy else None
         self._turns = Turns(settings.fetch_per_host, settings.fetch_at_once)
-        self._limit = min(
-            ByteLimit(limits.max_item_bytes, "--max-item-bytes"),
-            ByteLimit(settings.fetch_max_bytes, "--fetch-max-bytes"),
-        )
+        self._limit = limits.max_item_bytes
         self._tally = _Tally()
 
     async def fetch(self, index: int, url: str) -> bytes:

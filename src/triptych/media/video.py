@@ -68,7 +68,7 @@ class _Film:
     """Whether frames are told apart by their order: the container keeps no time of showing."""
 
 
-class Decoded(NamedTuple):
+class DecodedFrames(NamedTuple):
     """What became of a clip whose frames were kept as they came."""
 
     plan: FramePlan
@@ -89,7 +89,7 @@ class OpenClip:
         self._reel = reel
         self.survey = survey
 
-    def decode(self, keep: Callable[[Frame], object]) -> Decoded:
+    def decode(self, keep: Callable[[Frame], object]) -> DecodedFrames:
         """Decode once; hands on each chosen frame as it comes, [height, width, 3], which is nobody's after.
 
         Raises:
@@ -104,7 +104,7 @@ class OpenClip:
                 raise MediaError(reel.index, f"damaged: its frame at {when} s is incomplete", Stage.DECODE)
             keep(reel.fitted(frame))
             places.append(place)
-        return Decoded(film.timeline.plan(np.array(places)), reel.size(len(places)))
+        return DecodedFrames(film.timeline.plan(np.array(places)), reel.size(len(places)))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from triptych.core.errors import Draining, Overloaded
 from triptych.media.decode_host import DecodeProcess
+from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -203,12 +204,12 @@ class MediaPool:
         work = asyncio.get_running_loop().run_in_executor(self._threads, decode, worker)
         self._running.add(work)
         work.add_done_callback(lambda done: self._finished(done, worker, len(data)))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._counts["abandoned"] += 1
-            await _ended(work)
-            raise
+        await until_ended(work, self._left)
+        return work.result()
+
+    def _left(self) -> None:
+        """Nobody waits any more for what is being decoded."""
+        self._counts["abandoned"] += 1
 
     def _check_open(self) -> None:
         if self._end is not None:
@@ -263,15 +264,6 @@ class MediaPool:
             deaths=sum(worker.deaths for worker in self._workers),
             **self._counts,
         )
-
-
-async def _ended(work: asyncio.Future[Decoded]) -> None:
-    """Wait, however often the one who waits is told to leave."""
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            continue
 
 
 def _closed() -> Draining:
