@@ -13,7 +13,7 @@ import pytest
 
 from tests.contract.web import PUBLIC, URL, Caller, Web, answer, failure, fetcher, redirect
 from triptych.core.config import MediaLimits
-from triptych.core.errors import MediaError, MediaUnavailable
+from triptych.core.errors import MediaError, MediaUnavailable, Overloaded, TriptychError
 from triptych.core.media import Stage
 from triptych.media.exchange import MAX_HEAD
 from triptych.media.fetch import FIRST_PAUSE
@@ -182,6 +182,35 @@ async def test_an_endless_body_ends_at_the_limit(web: Web, head: bytes) -> None:
     assert error.stage is Stage.LIMIT
     await site.idle()
     assert sent < 50_000_000  # what the machine's own buffers hold
+
+
+async def test_every_byte_is_told_of_before_it_is_stored_and_when_it_is_thrown_away(web: Web) -> None:
+    await web.start(break_off, slowly)
+    told: list[int] = []
+    assert await fetcher(web).fetch(0, URL, told.append) == b"0123456789"
+    assert told[:2] == [4, -4]
+    assert all(size > 0 for size in told[2:])
+    assert sum(told) == 10
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), MediaError(0, "too much", Stage.LIMIT)])
+async def test_who_counts_may_refuse(web: Web, error: TriptychError) -> None:
+    site = await web.start(answer(bytes(100_000)), answer(b"there"))
+    counted = 0
+
+    def count(size: int) -> None:
+        nonlocal counted
+        if counted + size > 1000:
+            raise error
+        counted += size
+
+    fetching = fetcher(web)
+    with pytest.raises(type(error)) as refused:
+        await fetching.fetch(0, URL, count)
+    assert refused.value is error
+    assert (counted, fetching.statistics().failed, fetching.statistics().hosts) == (0, 1, 0)
+    await site.idle()
+    assert await fetching.fetch(0, URL, count) == b"there"
 
 
 async def test_the_last_byte_that_fits(web: Web) -> None:

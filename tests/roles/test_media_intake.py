@@ -14,9 +14,9 @@ import pytest
 from tests.drawings import shape_png
 from tests.roles.encoder_asks import ready_of
 from tests.roles.fake_engine import FakeEngine, fake_encoder, frontend
-from triptych.core.errors import Cancelled, InvalidRequest, MediaError, TriptychError
+from triptych.core.errors import Cancelled, InvalidRequest, MediaError, Overloaded, TriptychError
 from triptych.core.media import MediaItem, Modality, RawBytes, Stage, Url
-from triptych.core.media_options import OptionLayer, PictureLayer
+from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest
 from triptych.media.decode_in_process import InProcess
 from triptych.media.fetch import FetchStatistics
@@ -60,15 +60,18 @@ class Servers:
         self.counts: Counter[str] = Counter()
         self.open = 0
 
-    async def fetch(self, index: int, url: str) -> bytes:
+    async def fetch(self, index: int, url: str, count: Callable[[int], None]) -> bytes:
         self.open += 1
         try:
-            if "hang" in url:
+            if "drip" in url:
+                count(len(RED))
+            if "hang" in url or "drip" in url:
                 await asyncio.Event().wait()
             if "slow" in url:
                 await asyncio.sleep(random.random() / 50)
             if "none" in url:
                 raise MediaError(index, "404", Stage.FETCH)
+            count(len(RED))
             return RED
         finally:
             self.open -= 1
@@ -176,6 +179,23 @@ async def test_what_differs_in_anything_is_prepared_for_itself(make: Callable[..
     assert bench.counted() == (len(requests), 0, len(requests))
 
 
+async def test_a_video_of_which_less_is_looked_at_is_another(make: Callable[..., Bench]) -> None:
+    def of_video(**video: int) -> GenerateRequest:
+        media = (MediaItem(Modality.VIDEO, RawBytes(b"frames")),)
+        return replace(of(), media=media, media_options=OptionLayer(video=ClipLayer(**video)))
+
+    async def key(bench: Bench, request: GenerateRequest) -> bytes:
+        ticket = bench.intake.enter(request)
+        with bench.intake.holding() as holding:
+            (item,) = await ticket.run(bench.intake.read(request, ticket, holding))
+        return item.key
+
+    few, more = make(max_clip_frames=4), make(max_clip_frames=8)
+    assert await key(few, of_video()) != await key(more, of_video())
+    assert await key(few, of_video()) == await key(more, of_video(max_frames=4))
+    assert await key(few, of_video(max_frames=2)) == await key(more, of_video(max_frames=2))
+
+
 async def test_without_a_memory_it_is_prepared_each_time_and_once_at_a_time(make: Callable[..., Bench]) -> None:
     bench = make(prepared_cache_bytes=1, workers=4)
     for _ in range(2):
@@ -217,16 +237,34 @@ async def test_options_beyond_the_limits_are_refused_where_they_are_set(layer: P
 
 
 async def test_slow_servers_stop_nobody_else(make: Callable[..., Bench]) -> None:
-    bench = make()
-    slow = [bench.begin(of("http://hang.example/")) for _ in range(20)]
-    async with asyncio.timeout(20):
-        assert len(await bench.prepare(of(RED))) == 1
-    assert bench.held()["away"] == 20
+    most = 80
+    bench = make(max_waiting_preparations=most)
+    slow = [bench.begin(of("http://hang.example/")) for _ in range(most)]
+    assert len(await bench.prepare(of(RED))) == 1
+    held = bench.held()
+    assert (held["away"], held["shares_in_use"]) == (most, 0)
+    with pytest.raises(Overloaded, match=f"{most} requests already wait for media from others"):
+        await bench.prepare(of("http://hang.example/"))
     for ticket, task in slow:
         ticket.give_up()
         with pytest.raises(Cancelled):
             await task
-    assert bench.servers.open == 0
+
+
+async def test_what_drips_in_counts_before_it_is_whole(make: Callable[..., Bench]) -> None:
+    fits = 3
+    bench = make(max_waiting_bytes=fits * len(RED))
+    slow = [bench.begin(of("http://drip.example/")) for _ in range(fits)]
+    async with asyncio.timeout(20):
+        while bench.held()["bytes"] < fits * len(RED):
+            await asyncio.sleep(0.001)
+    with pytest.raises(Overloaded, match=f"media item 0: {fits * len(RED)} bytes of media are held already"):
+        await bench.prepare(of("http://a.example/red"))
+    assert len(await bench.prepare(of(RED))) == 1  # it brings its own, and there are shares
+    for ticket, _ in slow:
+        ticket.give_up()
+    await asyncio.gather(*(task for _, task in slow), return_exceptions=True)
+    assert len(await bench.prepare(of("http://a.example/red"))) == 1
 
 
 async def test_a_thumbnail_passes_what_is_huge(make: Callable[..., Bench]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -155,6 +156,21 @@ async def test_an_option_that_is_wrong_is_named(directory: Path) -> None:
     assert error_of(response)["param"] == "media_options.image.fetch_hosts"
     assert "that is the server's to decide" in error_of(response)["message"]
     assert not twin.requests
+
+
+async def test_an_option_that_is_said_twice_is_refused(directory: Path) -> None:
+    twin = seeing(directory)
+    body = {"model": "tiny", "messages": asking(image()), "media_options": {}}
+    twice = b'{"image": {"max_pixels": 4096, "max_pixels": 65536}}'
+    async with running(twin) as run:
+        said = msgspec.json.encode(body).replace(b'"media_options":{}', b'"media_options":' + twice)
+        response = await run.http.post("/v1/chat/completions", content=said)
+        nothing = await run.chat(messages=asking(image()), media_options=None)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "media_options"
+    assert error_of(response)["message"] == "media_options: it has the key max_pixels twice"
+    assert nothing.status_code == 200
+    assert [request.media_options for request in twin.requests] == [OptionLayer()]
 
 
 # -- what no engine takes ---------------------------------------------------------------------------

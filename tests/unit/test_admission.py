@@ -113,11 +113,10 @@ class Request:
         self.office.waits[queue].append(self)
 
     async def _fetch(self) -> None:
-        kept = self.ticket.shares
         self.is_away = True
         await self._pass(self._gates[0])
         self.is_away = False
-        if not kept and not self.ticket.given_up:
+        if not self.ticket.given_up:
             self._wait_in("returning")
 
     async def _work(self) -> str:
@@ -626,15 +625,25 @@ def test_who_is_away_holds_no_share_and_comes_back_before_the_line() -> None:
     office.assert_empty()
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_where_too_many_are_away_or_too_much_is_held_the_next_keeps_its_share(*, crowded: bool) -> None:
+def test_where_too_many_are_away_one_more_is_refused_and_nobody_waits_for_others_with_a_share() -> None:
     office = Office()
-    office.held = MAX_HELD + 1 if crowded else 0
-    away = [] if crowded else [office.request(away=True) for _ in range(MAX_AWAY)]
-    kept = office.request(away=True)
-    assert (office.now.away, office.now.shares_in_use) == (len(away), 1)
-    open_all(office, kept, *away)
-    assert kept.outcome == "done"
+    away = [office.request(away=True) for _ in range(MAX_AWAY)]
+    late = office.request(away=True)
+    assert isinstance(late.outcome, Overloaded)
+    assert f"{MAX_AWAY} requests already wait for media from others (--max-waiting-preparations)" in str(late.outcome)
+    assert (office.now.away, office.now.shares_in_use, office.now.refused) == (MAX_AWAY, 0, 1)
+    open_all(office, *away)
+    assert [one.outcome for one in away] == ["done"] * MAX_AWAY
+    office.assert_empty()
+
+
+def test_who_waits_for_others_has_no_share_however_much_is_held() -> None:
+    office = Office()
+    office.held = MAX_HELD + 1
+    slow = office.request(away=True)
+    assert (office.now.away, office.now.shares_in_use) == (1, 0)
+    open_all(office, slow)
+    assert slow.outcome == "done"
     office.assert_empty()
 
 
@@ -849,6 +858,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.waited: dict[str, list[Request]] = {"line": [], "weighing": [], "returning": []}
         """Who waited when it was last looked at."""
+        self.turned_away = 0
+        """At the entrance."""
 
     def pick(self, number: int) -> Request:
         return self.requests[number % len(self.requests)]
@@ -904,6 +915,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             ticket = self.office.enter(size)
         except Overloaded:
             assert full
+            self.turned_away += 1
             return
         assert not full
         assert bool(ticket.shares) != bool(waits)
@@ -980,6 +992,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert now.waiting + now.weighing + now.returning <= MAX_WAITING + SHARES + MAX_AWAY
         assert now.waiting_bytes == sum(one.ticket.size for one in self.waiting("line")) <= MAX_WAITING_BYTES
         assert now.away <= MAX_AWAY
+        assert not any(one.is_away and one.ticket.shares for one in self.requests)
         self._watch_rule()
         self._watch_order()
         self.waited = {queue: self.waiting(queue) for queue in self.waited}
@@ -1021,14 +1034,15 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.settle()
         now = self.office.now
         assert now.expired == expired
-        assert now.expired >= sum(isinstance(request.outcome, Overloaded) for request in self.requests)
+        overloaded = sum(isinstance(request.outcome, Overloaded) for request in self.requests)
+        assert now.expired + now.refused - self.turned_away >= overloaded
         for request in self.requests:
             if request.cancelled or request.given_up:
                 assert request.outcome in ("cancelled", "done", BAD) or isinstance(
                     request.outcome, Cancelled | Overloaded
                 )
             elif isinstance(request.outcome, Overloaded):
-                assert self.loop.now - request.since >= MAX_WAIT
+                assert "from others" in str(request.outcome) or self.loop.now - request.since >= MAX_WAIT
             else:
                 assert request.outcome is (request._end or "done")
         self.office.assert_empty()

@@ -100,11 +100,3 @@ def test_a_request_counts_pictures_and_videos_together() -> None:
     with pytest.raises(MediaError, match=message) as refused:
         budget.take_pixels(2, 1)
     assert refused.value.stage is Stage.LIMIT
-
-
-def test_a_request_counts_its_bytes() -> None:
-    budget = RequestBudget(MediaLimits(max_request_bytes=100))
-    budget.take_bytes(0, 60)
-    budget.take_bytes(1, 40)
-    with pytest.raises(MediaError, match=r"media item 2: limit: .* 101 bytes .* at most 100 \(--max-request-bytes\)"):
-        budget.take_bytes(2, 1)

@@ -18,7 +18,7 @@ from triptych.core.clip import FrameSampling
 from triptych.core.config import DecodeConfig, FetchSettings, MediaLimits
 from triptych.core.errors import InvalidRequest
 from triptych.core.media_options import ClipLayer, ClipOptions, ItemOptions, OptionLayer, PictureLayer, PictureOptions
-from triptych.core.option_names import read_options, write_options
+from triptych.core.option_names import parse_options, read_options, write_options
 
 MOST = 2**40
 COUNT = st.none() | st.integers(1, MOST)
@@ -282,6 +282,40 @@ def test_canonical_bytes_are_those_of_earlier_processes() -> None:
     clip = ClipOptions(FrameSampling(fps=2.0, min_frames=4, max_frames=768), 5, 6).canonical()
     numbers = "0000000000000040 0000000000000000 0400000000000000 0003000000000000 0500000000000000 0600000000000000"
     assert clip.hex() == b"clip 1".hex() + numbers.replace(" ", "")
+
+
+@given(READABLE)
+def test_options_as_json(layer: OptionLayer) -> None:
+    text = json.dumps(write_options(layer))
+    assert parse_options(text, "x") == parse_options(text.encode(), "x") == layer
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"image": {"min_pixels": 1, "min_pixels": 2}}', "x: it has the key min_pixels twice"),
+        ('{"image": {}, "video": {}, "image": {}}', "x: it has the key image twice"),
+        ('{"\\u0000": 1, "\\u0000": 2}', "x: it has the key '.x00' twice"),
+        ("[" * 10_000, "x: it is nested too deeply"),
+        ("[" * 20_000, "x must have at most 16384 bytes, not 20000"),
+        ("{", "x: it is not JSON: "),
+        ("", "x: it is not JSON: "),
+        (b"\xff", "x: it is not JSON: "),
+        ("9" * 10_000, "x: it is not JSON: "),
+        ("null", "x must be an object, not null"),
+        ('{"video": {"fps": Infinity}}', "x.video.fps must be a number above 0"),
+    ],
+)
+def test_json_that_says_nothing_or_two_things_is_refused(text: str | bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        parse_options(text, "x")
+    assert str(refused.value).isprintable()
+
+
+def test_a_limit_on_frames_is_one_of_the_options() -> None:
+    free, few, more = FrameSampling(fps=2.0), FrameSampling(max_frames=3), FrameSampling(max_frames=9)
+    assert [one.at_most(5).max_frames for one in (free, few, more)] == [5, 3, 5]
+    assert len({ClipOptions(free.at_most(most)).canonical() for most in (4, 5)}) == 2
 
 
 @pytest.mark.parametrize("pixels", [0, -1, MOST + 1])

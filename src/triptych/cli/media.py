@@ -20,7 +20,7 @@ from triptych.cli.flags import counted, positive, sized, words_of
 from triptych.core.config import DecodeConfig, FetchSettings, MediaLimits
 from triptych.core.errors import InvalidRequest, StartupError
 from triptych.core.media_options import OptionLayer
-from triptych.core.option_names import read_options, write_options
+from triptych.core.option_names import parse_options, write_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,21 +36,9 @@ Settings = TypeVar("Settings", MediaLimits, DecodeConfig, FetchSettings)
 def _options(_: object, tokens: object) -> OptionLayer:
     """JSON, as a request would have it."""
     try:
-        return read_options(json.loads(tokens[0].value, object_pairs_hook=_once), "media_options")  # type: ignore[index]
+        return parse_options(tokens[0].value, "media_options")  # type: ignore[index]
     except InvalidRequest as error:
         raise ValueError(str(error)) from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object that says nothing twice."""
-    said = dict(pairs)
-    if len(said) != len(pairs):
-        raise ValueError("it has a key twice")
-    return said
 
 
 def _check(name: str) -> Callable[[object, object], None]:

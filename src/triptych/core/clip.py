@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +41,10 @@ class FrameSampling:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {value}")
+
+    def at_most(self, frames: int) -> FrameSampling:
+        """The same, and never more than so many: what is looked at under a limit."""
+        return replace(self, max_frames=min(frames, self.max_frames or frames))
 
 
 @dataclass(frozen=True, slots=True)

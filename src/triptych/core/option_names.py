@@ -1,7 +1,7 @@
 """Media options by their names, as a request, a flag or an engine's answer spells them.
 
-    {"image": {"min_pixels": 65536}, "video": {"fps": 2}}  -- read_options -->  OptionLayer
-                                                          <-- write_options --
+    {"image": {"min_pixels": 65536}, "video": {"fps": 2}}  -- parse_options, read_options -->  OptionLayer
+                                                          <-- write_options --------------
 
 Strict: what is not understood is refused, because an option that is silently left out is a wrong answer. Numbers may
 come as floats, the only numbers that a protobuf ``Struct`` has: 2.0 is as good as 2, and 2.5 is no number of frames.
@@ -9,19 +9,46 @@ come as floats, the only numbers that a protobuf ``Struct`` has: 2.0 is as good 
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from triptych.core.config import DecodeConfig, FetchSettings, MediaLimits
-from triptych.core.errors import InvalidRequest
+from triptych.core.config import KIB, DecodeConfig, FetchSettings, MediaLimits
+from triptych.core.errors import InvalidRequest, one_line
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 
 _MOST = 2**40
 """Of any whole number; what may really be read is bounded by the limits on media."""
 _SHOWN = 64
 """Characters of a key that are repeated."""
+_MOST_BYTES = 16 * KIB
+"""Of options as JSON."""
+
+
+def parse_options(text: str | bytes, where: str) -> OptionLayer:
+    """What one layer says as JSON, where nothing may be said twice: else one of them would be left out in silence.
+
+    Raises:
+        InvalidRequest: it is no JSON, it says something twice, or as ``read_options``.
+    """
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        for key, times in Counter(key for key, _ in pairs).items():
+            if times > 1:
+                raise InvalidRequest(f"{where}: it has the key {_shown(key)} twice")
+        return dict(pairs)
+
+    if len(text) > _MOST_BYTES:
+        raise InvalidRequest(f"{where} must have at most {_MOST_BYTES} bytes, not {len(text)}")
+    try:
+        return read_options(json.loads(text, object_pairs_hook=once), where)
+    except RecursionError:
+        raise InvalidRequest(f"{where}: it is nested too deeply") from None
+    except ValueError as error:  # of JSON, of UTF-8, or a number of thousands of digits
+        raise InvalidRequest(f"{where}: it is not JSON: {one_line(error)}") from None
 
 
 def read_options(options: object, where: str) -> OptionLayer:

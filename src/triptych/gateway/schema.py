@@ -15,7 +15,8 @@ from msgspec import Raw
 
 from triptych.core.errors import InvalidRequest
 from triptych.core.media import MediaItem
-from triptych.core.option_names import read_options
+from triptych.core.media_options import OptionLayer
+from triptych.core.option_names import parse_options
 from triptych.core.request import Sampling, Stopping
 from triptych.gateway.errors import BadRequest
 from triptych.gateway.parts import PART_TYPES, ContentPart, read_part
@@ -24,7 +25,6 @@ from triptych.text.chat import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from triptych.core.media_options import OptionLayer
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
@@ -76,7 +76,7 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    media_options: dict[str, Any] | None = None
+    media_options: Raw = _ABSENT
 
     # About the account, the caller or billing: accepted and ignored, not even decoded.
     metadata: Raw = _ABSENT
@@ -186,7 +186,8 @@ def parse(data: bytes) -> ChatRequest:
     stream = bool(body.stream)
     try:
         sampling_given, stopping = _sampling(body), _stopping(body)
-        media_options = read_options(body.media_options or {}, "media_options")
+        said = bytes(body.media_options)
+        media_options = OptionLayer() if said == b"null" else parse_options(said, "media_options")
     except InvalidRequest as error:
         raise _named(error) from None
     if body.stream_options is not None and not stream:

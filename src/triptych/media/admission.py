@@ -2,7 +2,8 @@
 
     enter     a place in line; who comes when the line is full is refused
     run       the turn comes, with one share, and the work begins in a task of its own
-    away      the work waits for others (a fetch): it gives its share back meanwhile, and comes back before the line
+    away      the work waits for others (a fetch): it gives its share back meanwhile, and comes back before the line;
+              where too many are away it is refused, as nobody waits for others with a share
     weigh     the work knows what it costs: it gives its share back and waits for as many as it weighs
     end       the work has ended: its shares are free
 
@@ -145,18 +146,18 @@ class Ticket:
     async def away(self, work: Coroutine[object, object, T]) -> T:
         """Inside the work, while nothing else of it goes on: do what only waits for others, without a share.
 
-        Where too many are away, or too much is held, it keeps its share.
-
         Raises:
             CancelledError: it was given up.
-            Overloaded: there was no share to come back to in time.
+            Overloaded: too many are away, or there was no share to come back to in time.
             Exception: what ``work`` raised; the request then has no share, and needs none to end.
         """
-        if self.given_up:
+        try:
+            if self.given_up:
+                raise asyncio.CancelledError
+            self._admission.let_go(self)
+        except BaseException:
             work.close()
-            raise asyncio.CancelledError
-        if not self._admission.let_go(self):
-            return await work
+            raise
         try:
             result = await work
         finally:
@@ -186,9 +187,8 @@ class Admission:
         max_waiting: requests that wait when one more comes, at least 1.
         max_waiting_bytes: encoded bytes of those in line together.
         max_wait: seconds of one wait for shares.
-        max_away: requests that may be away at once.
-        crowded: whether so much is held that nobody else shall go away, and nobody pass those who weigh; asked again
-            when work has ended.
+        max_away: requests that may be away at once; one more is refused.
+        crowded: whether so much is held that nobody shall pass those who weigh; asked again when work has ended.
     """
 
     def __init__(
@@ -285,14 +285,17 @@ class Admission:
         self._take_back(ticket)
         await self._wait_in(self._weighing if needs > 1 else self._returning, ticket, needs)
 
-    def let_go(self, ticket: Ticket) -> bool:
-        """See ``Ticket.away``; False where it must keep its share."""
-        if len(self._away) >= self._max_away or self._crowded():
-            return False
+    def let_go(self, ticket: Ticket) -> None:
+        """See ``Ticket.away``."""
+        if len(self._away) >= self._max_away:
+            self._refused += 1
+            raise Overloaded(
+                f"{len(self._away)} requests already wait for media from others (--max-waiting-preparations); retry "
+                "later, or send the media themselves"
+            )
         self._away.add(ticket)
         self._take_back(ticket)
         self._serve()
-        return True
 
     def end_away(self, ticket: Ticket) -> None:
         """It is not away any more."""

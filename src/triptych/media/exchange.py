@@ -25,6 +25,7 @@ from triptych.media.incoming import Incoming
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable
 
     from triptych.media.target import Target
 
@@ -83,6 +84,7 @@ async def get(
     limit: int,
     progress: Progress,
     *,
+    count: Callable[[int], None],
     whole_url: bool = False,
 ) -> Answer:
     """Ask for the target on a connected socket. The connection is closed by the time this returns, however it does.
@@ -93,6 +95,8 @@ async def get(
         tls: for https.
         limit: bytes of the body.
         progress: kept up to date.
+        count: told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What it
+            raises ends the exchange.
         whole_url: whether to ask by the URL instead of its path, as proxies want it.
 
     Raises:
@@ -109,7 +113,7 @@ async def get(
             ssl=tls if encrypted else None,
             server_hostname=target.host if encrypted else None,
         )
-        return await _Exchange(incoming, target, limit, progress).run(whole_url=whole_url)
+        return await _Exchange(incoming, target, limit, progress, count).run(whole_url=whole_url)
     except ssl.SSLCertVerificationError as error:
         raise FetchFailure(
             f"{target.host}: its certificate is not trusted: {error.verify_message} (--fetch-ca-file)"
@@ -125,11 +129,14 @@ async def get(
 class _Exchange:
     """The states of one exchange."""
 
-    def __init__(self, incoming: Incoming, target: Target, limit: int, progress: Progress) -> None:
+    def __init__(
+        self, incoming: Incoming, target: Target, limit: int, progress: Progress, count: Callable[[int], None]
+    ) -> None:
         self._incoming = incoming
         self._target = target
         self._limit = limit
         self._progress = progress
+        self._count = count
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
         self._ended = False
 
@@ -202,12 +209,21 @@ class _Exchange:
     async def _body(self) -> bytes:
         # Written once and handed out as it lies: no second copy of a large item.
         body = io.BytesIO()
-        pieces = 0
         self._progress.doing = "before the first byte of the body"
+        try:
+            await self._read_into(body)
+        except BaseException:
+            self._count(-body.tell())
+            raise
+        return body.getvalue()
+
+    async def _read_into(self, body: io.BytesIO) -> None:
+        pieces = 0
         while isinstance(event := await self._next(), h11.Data):
             size = body.tell() + len(event.data)
             if size > self._limit:
                 raise self._too_large(f"more than {self._limit} bytes")
+            self._count(len(event.data))
             body.write(event.data)
             self._progress.doing = f"after {size} bytes of the body"
             pieces += 1
@@ -217,7 +233,6 @@ class _Exchange:
                 await asyncio.sleep(0)
         if not body.tell():
             raise self._failure("its answer has no bytes")
-        return body.getvalue()
 
     def _too_large(self, size: str) -> FetchFailure:
         what = f"{self._target.host}: {size}; at most {self._limit} (--max-item-bytes)"

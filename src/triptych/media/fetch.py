@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import StartupError
+from triptych.core.errors import StartupError, TriptychError
 from triptych.media.addresses import is_private, refusal
 from triptych.media.exchange import Progress, get, tls_context
 from triptych.media.fetch_failure import FetchFailure
@@ -28,7 +28,7 @@ from triptych.media.target import is_listed, parse
 from triptych.media.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from triptych.core.config import FetchSettings, MediaLimits
     from triptych.media.addresses import IpAddress
@@ -43,6 +43,10 @@ MAX_DIALS = 4
 """Addresses of one name that are tried before it counts as out of reach."""
 FIRST_PAUSE = 0.25
 """Seconds before a hop is tried again; twice as many before each further time."""
+
+
+def _uncounted(_: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class _Journey:
     retries: int
     """That are left to it, over all hops."""
     progress: Progress
+    count: Callable[[int], None]
+    """See ``exchange.get``."""
 
     def left(self) -> float:
         """Seconds."""
@@ -109,12 +115,14 @@ class Fetcher:
         self._limit = limits.max_item_bytes
         self._tally = _Tally()
 
-    async def fetch(self, index: int, url: str) -> bytes:
+    async def fetch(self, index: int, url: str, count: Callable[[int], None] = _uncounted) -> bytes:
         """The bytes at a URL, which may be anything.
 
         Args:
             index: of the item, for the message.
             url: as the client sent it. No message repeats more of it than its host.
+            count: told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What
+                it raises ends the fetch.
 
         Raises:
             MediaError: it cannot be had; of the class MediaUnavailable where a retry may help.
@@ -123,7 +131,11 @@ class Fetcher:
         seconds, progress = self._settings.fetch_seconds, Progress()
         try:
             async with self._network.deadline(seconds) as deadline:
-                body = await self._follow(parse(url), _Journey(deadline, self._settings.fetch_retries, progress))
+                journey = _Journey(deadline, self._settings.fetch_retries, progress, count)
+                body = await self._follow(parse(url), journey)
+        except TriptychError:
+            self._tally.failed += 1
+            raise
         except (TimeoutError, FetchFailure) as error:
             over = f"{progress.host}: the {seconds:g} s that it has were over {progress.doing} (--fetch-seconds)"
             failure = error if isinstance(error, FetchFailure) else FetchFailure(over, retryable=True)
@@ -159,7 +171,15 @@ class Fetcher:
                         addresses = await self._look_up(target, progress)
                     connection = await self._connect(target, addresses, progress)
                     forwarded = self._proxy is not None and target.scheme == "http"
-                    return await get(connection, target, self._tls, self._limit, progress, whole_url=forwarded)
+                    return await get(
+                        connection,
+                        target,
+                        self._tls,
+                        self._limit,
+                        progress,
+                        count=journey.count,
+                        whole_url=forwarded,
+                    )
             except FetchFailure as failure:
                 wait = max(pause, failure.after)
                 if not failure.retryable or not journey.retries or wait >= journey.left():

@@ -37,25 +37,12 @@ def check_item_bytes(index: int, size: int, limits: MediaLimits) -> None:
 
 
 class RequestBudget:
-    """Counts one request's bytes and pixels against its limits. Belongs to one thread."""
+    """Counts one request's pixels against its limits. Belongs to one thread."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
-        self._bytes = 0
         self._pixels = 0
         self._decoded = 0
-
-    def take_bytes(self, index: int, size: int) -> None:
-        """Count an item of so many encoded bytes.
-
-        Raises:
-            MediaError: the request with it is over the limit; names the limit's flag.
-        """
-        most = self.limits.max_request_bytes
-        if self._bytes + size > most:
-            what = f"the request's media have {self._bytes + size} bytes up to here"
-            raise MediaError(index, f"{what}; at most {most} (--max-request-bytes)", Stage.LIMIT)
-        self._bytes += size
 
     def take_picture(self, index: int, width: int, height: int) -> None:
         """Count a picture whose header says ``width`` x ``height``; call it before its pixels are decoded.

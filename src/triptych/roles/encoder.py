@@ -192,7 +192,8 @@ class _Way:
         closed = [one.job for one in found if isinstance(one, _Known)]
         media = self._role.media
         with media.holding() as holding:
-            holding.add(sum(len(job.item.data) for job in closed))
+            for job in closed:
+                holding.keep(job.item.index, len(job.item.data))
             opened = await _by_key(media, ticket, closed)
         return tuple(opened[one.job.item.key] if isinstance(one, _Known) else one for one in found)
 

@@ -18,8 +18,7 @@ import asyncio
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -29,13 +28,15 @@ from triptych.core.media_options import ClipOptions, PictureOptions
 from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
 from triptych.media.decode import admit_picture
+from triptych.media.holding import HeldBytes
 from triptych.media.limits import RequestBudget, check_item_bytes, check_item_count
 from triptych.media.prepared import PreparedItems
 from triptych.media.work import on_thread
 from triptych.processors.identity import content_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from triptych.media.admission import Ticket
     from triptych.media.decode import Admitted
     from triptych.media.fetch import FetchStatistics
+    from triptych.media.holding import Holding
     from triptych.media.workers import DecodeStatistics
     from triptych.roles.frontend import Frontend
 
@@ -54,8 +56,6 @@ T = TypeVar("T")
 
 CLIP_PIXELS = 10
 """Pixels of a video that are decoded as fast as one of a picture: most of them are never turned into colours."""
-MAX_AWAY = 64
-"""Requests that may fetch at once without a share."""
 FETCHED_AT_ONCE = 4
 """Items of one request."""
 OPENINGS = ("image_loads", "clip_loads", "preprocess_calls")
@@ -95,8 +95,8 @@ class Decoder(Protocol):
 class Fetcher(Protocol):
     """Media by URL: ``media.fetch.Fetcher``."""
 
-    async def fetch(self, index: int, url: str) -> bytes:
-        """The bytes at a URL."""
+    async def fetch(self, index: int, url: str, count: Callable[[int], None]) -> bytes:
+        """The bytes at a URL, of which ``count`` is told as they arrive."""
         ...
 
     def statistics(self) -> FetchStatistics:
@@ -145,23 +145,6 @@ class ClipJob(NamedTuple):
 Job = PictureJob | ClipJob
 
 
-class Holding:
-    """The encoded bytes of one request's items, as they come in."""
-
-    def __init__(self, held: Counter[str]) -> None:
-        self._held = held
-        self._bytes = 0
-
-    def add(self, size: int) -> None:
-        """One more item is there."""
-        self._bytes += size
-        self._held["bytes"] += size
-
-    def end(self) -> None:
-        """They are not used any more."""
-        self._held["bytes"] -= self._bytes
-
-
 class MediaIntake:
     """Opens media for one engine. Belongs to one event loop.
 
@@ -182,14 +165,14 @@ class MediaIntake:
         self._fetcher = fetcher
         self._layer = server.over(frontend.processor.preferences)
         self._check_options(self._layer.picture(), self._layer.clip())
-        self._held = Counter(bytes=0)
+        self._held = HeldBytes(limits)
         self._admission = Admission(
             limits.media_preparation_limit,
             limits.max_waiting_preparations,
             limits.max_waiting_bytes,
             max_wait=limits.max_waiting_seconds,
-            max_away=MAX_AWAY,
-            crowded=lambda: self._held["bytes"] > limits.max_waiting_bytes,
+            max_away=limits.max_waiting_preparations,
+            crowded=lambda: self._held.crowded,
         )
         self._prepared = PreparedItems(limits.prepared_cache_bytes)
         self._threads = ThreadPoolExecutor(limits.media_preparation_limit, thread_name_prefix="media")
@@ -238,8 +221,10 @@ class MediaIntake:
                     raise InvalidRequest(f"{asked}; at most {most} ({flag})")
 
     def _options(self, request: GenerateRequest) -> tuple[PictureOptions, ClipOptions]:
+        """Each as it is looked at here: the limit on frames is one of the options, and so in the content keys."""
         layer = request.media_options.over(self._layer)
-        return layer.picture(), layer.clip()
+        clip = layer.clip()
+        return layer.picture(), replace(clip, sampling=clip.sampling.at_most(self._limits.max_clip_frames))
 
     def enter(self, request: GenerateRequest) -> Ticket:
         """A place in line for shares.
@@ -249,26 +234,21 @@ class MediaIntake:
         """
         return self._admission.enter(sum(_sent_bytes(item) for item in request.media))
 
-    @contextmanager
-    def holding(self) -> Iterator[Holding]:
+    def holding(self) -> AbstractContextManager[Holding]:
         """While a request's encoded bytes are in use; they are counted."""
-        holding = Holding(self._held)
-        try:
-            yield holding
-        finally:
-            holding.end()
+        return self._held.holding()
 
     async def read(self, request: GenerateRequest, ticket: Ticket, holding: Holding) -> tuple[ItemBytes, ...]:
         """The items' bytes, and who they are.
 
         Raises:
             MediaError: one cannot be had, or they have too many bytes; ``index`` names it.
+            Overloaded: so many others fetch, or hold so much, that it cannot be fetched.
         """
-        budget = RequestBudget(self._limits)
         urls = {index: item.source for index, item in enumerate(request.media) if isinstance(item.source, Url)}
         fetched: dict[int, RawBytes] = {}
         if urls:
-            fetched = await ticket.away(self._fetch(urls, budget, holding))
+            fetched = await ticket.away(self._fetch(urls, holding))
         picture, clip = self._options(request)
         by_kind: dict[Modality, PictureOptions | ClipOptions] = {Modality.IMAGE: picture, Modality.VIDEO: clip}
         salt = request.cache.salt
@@ -277,14 +257,13 @@ class MediaIntake:
             source = fetched.get(index, item.source)
             found = await on_thread(self._threads, self._read, index, item, source, by_kind[item.modality], salt)
             if index not in fetched:
-                budget.take_bytes(index, len(found.data))
-                holding.add(len(found.data))
+                holding.keep(index, len(found.data))
             return found
 
         return await _together([read(index, item) for index, item in enumerate(request.media)])
 
-    async def _fetch(self, urls: Mapping[int, Url], budget: RequestBudget, holding: Holding) -> dict[int, RawBytes]:
-        """A few at once, so that not much more comes in than the request may have."""
+    async def _fetch(self, urls: Mapping[int, Url], holding: Holding) -> dict[int, RawBytes]:
+        """A few at once, so that one request does not take everybody's turns."""
         fetcher = self._fetcher
         if fetcher is None:
             raise Internal("a URL passed the checks, and nothing fetches here")
@@ -292,10 +271,7 @@ class MediaIntake:
 
         async def fetch(index: int, source: Url) -> RawBytes:
             async with turns:
-                data = await fetcher.fetch(index, source.url)
-                budget.take_bytes(index, len(data))
-                holding.add(len(data))
-            return RawBytes(data)
+                return RawBytes(await fetcher.fetch(index, source.url, partial(holding.arrive, index)))
 
         found = await _together([fetch(index, source) for index, source in urls.items()])
         return dict(zip(urls, found, strict=True))
@@ -387,7 +363,7 @@ class MediaIntake:
         ledgers: dict[str, dict[str, float]] = {
             "media_admission": asdict(self._admission.statistics()),
             "media_decoding": asdict(self._decoder.statistics()),
-            "media_held": dict(self._held),
+            "media_held": {"bytes": self._held.bytes},
             "prepared_items": self._prepared.statistics(),
         }
         if self._fetcher is not None:
