@@ -131,7 +131,7 @@ def test_a_broken_picture_is_an_event_and_the_engine_goes_on(inference: openengi
         ({"lora_name": "x"}, grpc.StatusCode.NOT_FOUND),
         ({"sampling": g.SamplingParams(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"sampling": g.SamplingParams(num_sequences=0)}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"media": [g.MediaItem(url="https://example.com/a.png")]}, grpc.StatusCode.UNIMPLEMENTED),
+        ({"media": [g.MediaItem(modality=g.MODALITY_AUDIO, raw_bytes=b"x")]}, grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
 def test_refusals_are_statuses(

@@ -133,7 +133,7 @@ BAD_BODIES = {
     "a URL": (
         b'{"model": "demo", "messages": [{"role": "user", "content": '
         b'[{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]}',
-        "URL",
+        "media item 0: fetch: 127.0.0.1: it leads to a loopback address",
     ),
     "too long": (
         b'{"model": "demo", "messages": [{"role": "user", "content": "' + b"shape " * 20000 + b'"}]}',
