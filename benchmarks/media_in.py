@@ -10,7 +10,8 @@ costs      pictures per second and core, medians. ``decode`` is Pillow alone in 
            ``thumbnails`` is the same for pictures no larger than the tower sees them, and ``media in`` is what the
            photographs cost more. What is compared takes turns. Below it, where the engine's milliseconds went
 stalls     how soon Health is answered meanwhile, asked by another process, and how late that process woke by itself:
-           on a machine with too few cores the one contains the other
+           on a machine with too few cores the one contains the other. ``event loop`` is the longest time for which the
+           engine's loop did nothing else, by the engine itself; of the last 15 to 30 s, and so perhaps of a turn before
 memory     resident, of the engine and of its decoding processes, before, after, and at the most
 
 No two pictures are alike, and every request has a salt of its own: nothing is known from before.
@@ -38,7 +39,7 @@ from engines import Engines, two_tokens
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from turns import alternating
-from watching import Watch
+from watching import Metrics, Stalls, Watch
 
 import triptych
 from triptych.core.config import MIB
@@ -62,6 +63,8 @@ ALONE = 16
 """Photographs that are decoded or prepared in this process, in one round."""
 IDLE_SECONDS = 3.0
 """For which Health is asked before anything is sent."""
+FORGOTTEN_SECONDS = 30.0
+"""After which the engine remembers no stall of its first round."""
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -228,6 +231,8 @@ class Round(NamedTuple):
     """From the first request sent to the last one answered."""
     first: list[float]
     """Seconds to each first token."""
+    stalls: Stalls
+    """At the end of it; the count is of this turn."""
     answers: list[float]
     naps: list[float]
 
@@ -235,18 +240,21 @@ class Round(NamedTuple):
 class Bench:
     """One engine, and those in front of it."""
 
-    def __init__(self, engine: EngineChannel, processes: Processes) -> None:
+    def __init__(self, engine: EngineChannel, processes: Processes, metrics: Metrics) -> None:
         self._engine = engine
         self._processes = processes
+        self._metrics = metrics
 
     async def turn(self, crowd: Crowd) -> Round:
         """All requests once."""
+        had = (await self._metrics.stalls()).count
         watch = await Watch.start(self._engine.address)
         before, start = self._processes.cost(), time.perf_counter()
         first = await crowd.ask(self._engine)
         seconds = time.perf_counter() - start
         cost = self._processes.cost().since(before)
-        return Round(cost, seconds, first, *await watch.stop())
+        seen, stalls = await watch.stop(), await self._metrics.stalls()
+        return Round(cost, seconds, first, stalls._replace(count=stalls.count - had), *seen)
 
     async def idle(self) -> None:
         """Health while nothing happens."""
@@ -258,10 +266,12 @@ class Bench:
         print(line("idle, the one who asks", seen.naps), flush=True)
 
 
-def stalls(what: str, rounds: Sequence[Round]) -> None:
-    """Two rows: the engine, and the machine."""
+def show_stalls(what: str, rounds: Sequence[Round]) -> None:
+    """Three rows: the engine from outside, the machine, the engine's own word."""
     print(line(f"{what}, Health", [each for one in rounds for each in one.answers]))
-    print(line(f"{what}, the one who asks", [each for one in rounds for each in one.naps]), flush=True)
+    print(line(f"{what}, the one who asks", [each for one in rounds for each in one.naps]))
+    worst, count = max(one.stalls.worst for one in rounds), sum(one.stalls.count for one in rounds)
+    print(f"{f'{what}, event loop':30} {'':8} {'':8} {worst:8.2f}   ({count} of 100 ms or more)", flush=True)
 
 
 def costs(crowds: dict[str, list[Round]], alone: dict[str, list[float]], pictures: int) -> None:
@@ -302,10 +312,11 @@ async def measure(asked: argparse.Namespace) -> None:
     ways = {"decode": alone.decode, "transformers": alone.transformers}
     async with AsyncExitStack() as cleanup:
         engines = Engines(cleanup, DEMO, shlex.split(asked.flags))
-        engine, process = await engines.start_process("aggregated", [])
+        metrics = Metrics()
+        engine, process = await engines.start_process("aggregated", metrics.flags)
         processes = Processes(process)
         memory = [("ready", processes.memory())]
-        bench = Bench(engine, processes)
+        bench = Bench(engine, processes, metrics)
         await bench.idle()
         rounds: dict[str, list[Round]] = {name: [] for name in crowds}
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -316,9 +327,11 @@ async def measure(asked: argparse.Namespace) -> None:
                 else:
                     rounds[name].append(await bench.turn(crowds[name]))
             memory.append((f"after round {turn}" if turn else "after the first", processes.memory()))
+            if not turn:
+                await asyncio.sleep(FORGOTTEN_SECONDS)
         warm = {name: taken[1:] for name, taken in rounds.items()}
         for name, taken in warm.items():
-            stalls(name, taken)
+            show_stalls(name, taken)
         costs(warm, {name: taken[1:] for name, taken in times.items()}, count)
         print(f"{'memory: MiB':16} {'engine':>8} {'at most':>8}   {'workers':>8} {'at most':>8}   (processes)")
         for when, seen in memory:

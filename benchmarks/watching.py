@@ -1,16 +1,19 @@
-"""How soon an engine answers Health, asked again and again by a process that does nothing else."""
+"""How an engine keeps up: how soon it answers Health, asked all the time, and how long its event loop stalled."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
+from urllib.request import ProxyHandler, build_opener
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from triptych.wire.gen import lifecycle_pb2, openengine_pb2_grpc
 
@@ -28,7 +31,7 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """The process that asks, from its start on."""
+    """A process that asks for Health, again and again, and does nothing else; from its start on."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -73,3 +76,33 @@ def watch() -> None:
             answers.append(1000 * (answered - start))
             naps.append(1000 * (time.perf_counter() - answered - EVERY))
     json.dump(Seen(answers, naps), sys.stdout)
+
+
+class Stalls(NamedTuple):
+    """Of an engine's event loop."""
+
+    worst: float
+    """Milliseconds; of the last 15 to 30 s."""
+    count: int
+    """Those of 100 ms and more, since the engine began."""
+
+
+class Metrics:
+    """The page of an engine that is started with ``flags``."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._address = "{}:{}".format(*free.getsockname())
+        self.flags = ["--metrics", self._address]
+
+    async def stalls(self) -> Stalls:
+        """As of now."""
+        page = await asyncio.to_thread(self._read)
+        numbers = {family.name: family.samples[0].value for family in text_string_to_metric_families(page)}
+        worst, count = (numbers[f"triptych_event_loop_{name}"] for name in ("worst_stall_seconds", "stalls"))
+        return Stalls(1000 * worst, int(count))
+
+    def _read(self) -> str:
+        with build_opener(ProxyHandler({})).open(f"http://{self._address}/metrics") as page:
+            return page.read().decode()

@@ -88,6 +88,7 @@ def session(
     made = KvSession(
         handle=handle,
         plan=prompt,
+        prompt=bytes(range(50, 82)),
         first=tuple(first),
         seed=2**63 + 12345678901,
         cached_prompt_tokens=16,

@@ -4,59 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from tests.contract.one_process import (
+    GOOD,
+    LIMITS,
+    OPTIONS,
+    decode,
+    descriptors,
+    is_gone,
+    is_stopped,
+    until,
+    was_asked,
+)
 from tests.corpus import bombs, clips, sounds
 from tests.corpus.bad_pictures import bad_pictures
 from tests.corpus.drawn import RGB
 from tests.corpus.picture_files import PNG_RGB, chunk, png
-from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
+from triptych.core.clip import FrameSampling
 from triptych.core.config import MIB, DecodeConfig, MediaLimits
 from triptych.core.errors import Internal, MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
-from triptych.core.media_options import PictureOptions
-from triptych.core.picture_fit import PictureFit
-from triptych.core.sound import Sound
 from triptych.media.decode import admit_picture
-from triptych.media.decode_answers import SEALS
 from triptych.media.decode_ceiling import file_ceiling, picture_ceiling
 from triptych.media.decode_host import DecodeProcess
-from triptych.media.decode_wire import (
-    Failed,
-    Frames,
-    OutOfMemory,
-    Pixels,
-    Ready,
-    Samples,
-    Survey,
-    Working,
-    pack,
-    pixels_header,
-)
 from triptych.media.header import Size
 from triptych.media.limits import RequestBudget
 from triptych.media.workers import MediaPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-LIMITS = MediaLimits()
-OPTIONS = PictureOptions()
-GOOD = png(RGB, PNG_RGB)
 BAD = {case.name: case.data for case in bad_pictures()}
 
 
@@ -67,33 +55,12 @@ def worker() -> Iterator[DecodeProcess]:
     worker.close()
 
 
-def decode(worker: DecodeProcess, data: bytes = GOOD) -> np.ndarray:
-    return worker.picture(0, data, admit_picture(0, data, RequestBudget(LIMITS)), OPTIONS).pixels
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def is_gone(pid: int) -> bool:
-    """Whether it has ended; what nobody waits for may still be listed."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.005)
-
-
 def while_decoding(worker: DecodeProcess, act: Callable[[int], None]) -> MediaError:
     """What comes of a picture when ``act`` happens to the process that has begun with it."""
     worker.start()
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text())
+    until(lambda: is_stopped(pid))
     errors: list[MediaError] = []
 
     def run() -> None:
@@ -114,14 +81,9 @@ def while_decoding(worker: DecodeProcess, act: Callable[[int], None]) -> MediaEr
     return error
 
 
-def sent(worker: DecodeProcess) -> Callable[[], bool]:
-    """Whether the picture lies in the process's queue: its channel then waits for the answer."""
-    return lambda: worker._channel is not None and worker._channel.gettimeout() < 60
-
-
 def test_a_worker_that_is_killed_takes_its_picture_along_and_is_replaced(worker: DecodeProcess) -> None:
     def kill(pid: int) -> None:
-        until(sent(worker))
+        until(lambda: was_asked(worker))
         os.kill(pid, signal.SIGKILL)
 
     error = while_decoding(worker, kill)
@@ -131,7 +93,7 @@ def test_a_worker_that_is_killed_takes_its_picture_along_and_is_replaced(worker:
 
 def test_a_decoder_that_crashes_is_the_pictures_fault(worker: DecodeProcess) -> None:
     def crash(pid: int) -> None:
-        until(sent(worker))
+        until(lambda: was_asked(worker))
         os.kill(pid, signal.SIGSEGV)
         os.kill(pid, signal.SIGCONT)
 
@@ -360,202 +322,3 @@ def test_processes_end_with_their_engine() -> None:
     engine.wait()
     engine.stdout.close()
     until(lambda: all(map(is_gone, pids)))
-
-
-def sealed(content: bytes, seals: int = SEALS) -> int:
-    descriptor = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
-    os.write(descriptor, content)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
-
-
-PPM = pixels_header(4, 2) + bytes(24)
-PIXELS = Pixels(4, 2, 4, 2)
-FRAMES = Frames(2, 64, 96, 30.0, 30, 1.0)
-SAMPLES = Samples(16000)
-
-
-def film(indices: Sequence[int] = (0, 5), timestamps: Sequence[float] = (0.0, 0.2), frames: int = 2) -> bytes:
-    """What goes with ``FRAMES``."""
-    return bytes(frames * 64 * 96 * 3) + np.array(indices, "<i8").tobytes() + np.array(timestamps, "<f8").tobytes()
-
-
-def tone(samples: int = 16000, value: float = 0.5) -> bytes:
-    """What goes with ``SAMPLES``."""
-    return np.full(samples, value, "<f4").tobytes()
-
-
-def picture(worker: DecodeProcess) -> Picture:
-    return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS)
-
-
-def fitted_picture(worker: DecodeProcess) -> Picture:
-    fit = PictureFit(cell=32, min_pixels=64, max_pixels=10**6, resample=3)
-    return worker.picture(0, GOOD, admit_picture(0, GOOD, RequestBudget(LIMITS)), OPTIONS, fit)
-
-
-def survey(worker: DecodeProcess) -> ClipSurvey:
-    return worker.survey(0, clips.encoded(), FrameSampling(num_frames=4), None)
-
-
-def clip(worker: DecodeProcess) -> Clip:
-    fit = FrameFit(cell=32, temporal=2, min_pixels=64, max_pixels=10**6)
-    return worker.clip(0, clips.encoded(), FrameSampling(num_frames=4), fit)
-
-
-def sound(worker: DecodeProcess) -> Sound:
-    return worker.sound(0, sounds.encoded(), 16000)
-
-
-Ask = Callable[[DecodeProcess], Picture | Clip | Sound]
-
-
-def while_another_answers(
-    worker: DecodeProcess, ask: Ask, messages: Sequence[bytes], forged: list[int]
-) -> Picture | Clip | Sound:
-    """What comes of an item when somebody else answers in the place of the process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    kept, worker._channel = worker._channel, ours
-    for message in messages[:-1]:
-        theirs.send(message)
-    socket.send_fds(theirs, [messages[-1]], forged)
-    for descriptor in forged:
-        os.close(descriptor)
-    try:
-        return ask(worker)
-    finally:
-        theirs.close()
-        assert kept is not None
-        kept.close()
-
-
-FORGED: list[tuple[Ask, object, Callable[[], list[int]]]] = [
-    (picture, PIXELS, list),
-    (picture, PIXELS, lambda: [sealed(PPM, 0)]),
-    (picture, PIXELS, lambda: [sealed(PPM, fcntl.F_SEAL_SHRINK)]),
-    (picture, PIXELS, lambda: [sealed(PPM, SEALS & ~fcntl.F_SEAL_WRITE)]),
-    (picture, PIXELS, lambda: [sealed(PPM + b"x")]),
-    (picture, PIXELS, lambda: [sealed(PPM[:-1])]),
-    (picture, PIXELS, lambda: [os.open("/dev/zero", os.O_RDONLY)]),
-    (picture, PIXELS, lambda: [os.open(__file__, os.O_RDONLY)]),
-    (picture, Pixels(400, 400, 400, 400), lambda: [sealed(pixels_header(400, 400) + bytes(480_000))]),
-    (picture, Pixels(0, 0, 0, 0), lambda: [sealed(PPM)]),
-    (picture, Pixels(4, 2, 2, 4), lambda: [sealed(PPM)]),
-    (fitted_picture, PIXELS, lambda: [sealed(PPM)]),
-    (fitted_picture, Pixels(32, 32, 4, 201), lambda: [sealed(pixels_header(32, 32) + bytes(3 * 32 * 32))]),
-    (fitted_picture, Pixels(32, 32, 400, 400), lambda: [sealed(pixels_header(32, 32) + bytes(3 * 32 * 32))]),
-    (fitted_picture, Pixels(64, 32, 4, 2), lambda: [sealed(pixels_header(64, 32) + bytes(3 * 64 * 32))]),
-    (picture, Pixels(2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1), lambda: [sealed(PPM)]),
-    (picture, FRAMES, lambda: [sealed(film())]),
-    (picture, SAMPLES, lambda: [sealed(tone())]),
-    (picture, Ready(), list),
-    (picture, b"\x09" + bytes(8), list),
-    (picture, b"\0", list),
-    (survey, PIXELS, lambda: [sealed(PPM)]),
-    (survey, Survey(2, 100, 100), lambda: [sealed(PPM)]),
-    (survey, Survey(5, 100, 100), list),
-    (survey, Survey(2, LIMITS.max_clip_pixels + 1, 100), list),
-    (survey, Survey(2, 100, LIMITS.max_decoded_pixels + 1), list),
-    (clip, PIXELS, lambda: [sealed(PPM)]),
-    (clip, FRAMES, list),
-    (clip, FRAMES, lambda: [sealed(film(), 0)]),
-    (clip, FRAMES, lambda: [sealed(film() + b"x")]),
-    (clip, FRAMES, lambda: [sealed(film(frames=1))]),
-    (clip, FRAMES, lambda: [sealed(film(indices=(5, 0)))]),
-    (clip, FRAMES, lambda: [sealed(film(indices=(-1, 5)))]),
-    (clip, FRAMES, lambda: [sealed(film(indices=(0, 30)))]),
-    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.2, 0.2)))]),
-    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.0, 1.5)))]),
-    (clip, FRAMES, lambda: [sealed(film(timestamps=(0.0, float("nan"))))]),
-    (clip, Frames(3, 64, 96, 30.0, 30, 1.0), lambda: [sealed(film((0, 1, 2), (0.0, float("nan"), 0.2), 3))]),
-    (clip, Frames(5, 64, 96, 30.0, 30, 1.0), lambda: [sealed(film(range(5), np.arange(5) / 30, 5))]),
-    (clip, Frames(2, 96, 65, 30.0, 30, 1.0), lambda: [sealed(film())]),
-    (clip, Frames(2, 48, 128, 30.0, 30, 1.0), lambda: [sealed(film())]),
-    (clip, Frames(2, 64, 96, float("inf"), 30, 1.0), lambda: [sealed(film())]),
-    (clip, Frames(2, 64, 96, 30.0, 36_001, 1.0), lambda: [sealed(film())]),
-    (clip, Frames(2, 64, 96, 30.0, 30, 601.0), lambda: [sealed(film())]),
-    (clip, Frames(2, 64, 96, 30.0, 30, float("nan")), lambda: [sealed(film())]),
-    (clip, Frames(2, 2**30, 2**30, 30.0, 30, 1.0), lambda: [sealed(film())]),
-    (sound, FRAMES, lambda: [sealed(film())]),
-    (sound, SAMPLES, list),
-    (sound, SAMPLES, lambda: [sealed(tone(), 0)]),
-    (sound, SAMPLES, lambda: [sealed(tone(15999))]),
-    (sound, SAMPLES, lambda: [sealed(tone(value=float("nan")))]),
-    (sound, SAMPLES, lambda: [sealed(tone(value=float("-inf")))]),
-    (sound, Samples(601 * 16000), lambda: [sealed(tone(601 * 16000))]),
-]
-
-
-@pytest.fixture(scope="module")
-def other_worker() -> Iterator[DecodeProcess]:
-    """One for many tests, each of which it does not survive."""
-    worker = DecodeProcess(LIMITS, DecodeConfig())
-    yield worker
-    worker.close()
-
-
-@pytest.mark.parametrize("case", FORGED, ids=str)
-def test_a_process_that_was_taken_over_can_only_fail(
-    other_worker: DecodeProcess, case: tuple[Ask, object, Callable[[], list[int]]]
-) -> None:
-    ask, message, make = case
-    last = message if isinstance(message, bytes) else pack(message)  # type: ignore[arg-type]
-    decode(other_worker)
-    before, deaths = descriptors(), other_worker.deaths
-    with pytest.raises(MediaError, match="media item 0: decode: its decoder gives no sane answer: ") as refused:
-        while_another_answers(other_worker, ask, [last], make())
-    assert str(refused.value).isprintable()
-    assert other_worker.deaths == deaths + 1
-    del refused  # it holds what was mapped
-    other_worker.start()
-    assert descriptors() == before
-
-
-@pytest.mark.parametrize("ask", [picture, clip, sound])
-def test_a_process_that_always_works_is_given_up(worker: DecodeProcess, ask: Ask) -> None:
-    worker.start()
-    with pytest.raises(MediaError, match="no sane answer: it says twice that it works"):
-        while_another_answers(worker, ask, [pack(Working(0.5))] * 2, [])
-    assert (decode(worker) == RGB).all()
-
-
-@pytest.mark.parametrize("works", [0, 1])
-def test_a_forged_answer_that_is_one_is_taken(worker: DecodeProcess, works: int) -> None:
-    for ask, message, content in ((picture, PIXELS, PPM), (clip, FRAMES, film()), (sound, SAMPLES, tone())):
-        worker.start()
-        messages = [*[pack(Working(0.5))] * works, pack(message)]
-        item = while_another_answers(worker, ask, messages, [sealed(content)])
-        if isinstance(item, Picture):
-            assert item.pixels.shape == (2, 4, 3)
-        elif isinstance(item, Clip):
-            assert (item.frames.shape, item.plan.indices) == ((2, 64, 96, 3), (0, 5))
-        else:
-            assert (item.samples == 0.5).all()
-        worker.close()
-
-
-def test_a_forged_reason_is_one_short_line(worker: DecodeProcess) -> None:
-    worker.start()
-    with pytest.raises(MediaError) as refused:
-        while_another_answers(worker, picture, [pack(Failed(Stage.LIMIT, "one\ntwo\x1b[31m" + "x" * 9000))], [])
-    assert str(refused.value).startswith("media item 0: limit: onetwo[31mxxx")
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 1000
-
-
-def test_a_process_that_says_it_works_is_waited_for_as_long_as_it_may(
-    worker: DecodeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("triptych.media.decode_host.PATIENCE", 1e-4)
-    worker.start()
-    with pytest.raises(MediaUnavailable, match="not decoded within 0 s: this machine is busy"):
-        while_another_answers(worker, clip, [pack(Working(1e300))], [])
-
-
-def test_an_item_that_ran_out_of_memory_takes_its_process_along(worker: DecodeProcess) -> None:
-    for ask, what in ((picture, "PNG picture of 40 x 24"), (clip, "video"), (sound, "sound")):
-        worker.start()
-        with pytest.raises(MediaError, match=rf"limit: decoding this {what} takes more than \d+ MiB") as refused:
-            while_another_answers(worker, ask, [pack(OutOfMemory())], [])
-        assert refused.value.stage is Stage.LIMIT
-        assert worker.pid == 0

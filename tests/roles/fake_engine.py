@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.core.events import EngineEvent, Span
     from triptych.core.kv_events import KvChange
+    from triptych.core.media_options import OptionLayer
     from triptych.core.request import EncodeRequest, Request
     from triptych.roles.media_intake import Fetcher
     from triptych.transport.contract import SessionEvent
@@ -173,6 +174,7 @@ def _parts(
     vocab_size: int = 1024,
     limits: MediaLimits | None = None,
     fetcher: Fetcher | None = None,
+    server: OptionLayer | None = None,
 ) -> Parts:
     description = EngineDescription(
         role=role,
@@ -191,7 +193,7 @@ def _parts(
         fetches=fetcher is not None,
     )
     front = frontend(vocab_size) if limits is None else replace(frontend(vocab_size), limits=limits)
-    media = media_intake(front, fetcher)
+    media = media_intake(front, fetcher, server)
     intake = Intake(front, Adapters(read or _nothing, description.max_loras), compiler, media)
     return Parts(description, intake, LiveRequests(engine, frontend().tokenizer, description.max_num_sequences))
 

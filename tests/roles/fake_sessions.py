@@ -17,6 +17,7 @@ from triptych.core.media_options import PictureOptions
 from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.core.session import FirstToken, KvSession
 from triptych.media.limits import RequestBudget
+from triptych.processors.identity import prompt_digest
 
 if TYPE_CHECKING:
     from triptych.core.plan import PromptPlan
@@ -50,6 +51,7 @@ def session(plan: PromptPlan | None, *, tokens: int | None = None, outputs: int 
     plain = KvSession(
         handle=Handle("s", "fake", "elsewhere", LAYOUT, -(-count // LAYOUT.block_size), b""),
         plan=plan,
+        prompt=bytes(32) if plan is None else prompt_digest(plan),
         first=tuple(FirstToken(70 + index) for index in range(outputs)),
         seed=99,
         cached_prompt_tokens=16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,11 +31,13 @@ from triptych.core.errors import (
 from triptych.core.events import Admitted, Failed, Finished, FinishReason, Tokens, Usage
 from triptych.core.logprobs import CandidateColumns, LogprobOptions, TokenLogprob, TopN, WholeVocabulary
 from triptych.core.media import DataUri, MediaItem, Modality
-from triptych.core.request import GenerateRequest, Sampling, Stopping, derived_seed
+from triptych.core.media_options import OptionLayer, PictureLayer
+from triptych.core.request import CacheOptions, GenerateRequest, Sampling, Stopping, derived_seed
 from triptych.core.session import FirstToken, KvSession, SealedSession
 from triptych.roles.contract import AbortOutcome
 
 if TYPE_CHECKING:
+    from triptych.core.plan import PromptPlan
     from triptych.core.request import Request
     from triptych.roles.contract import Answer
     from triptych.roles.desk import Desk
@@ -193,20 +195,59 @@ async def test_the_prompts_log_probabilities_were_sent_before() -> None:
 # -- without a plan ----------------------------------------------------------------------------------------------------
 
 
+async def plan_elsewhere(request: GenerateRequest, **parts: Any) -> PromptPlan:
+    """As an engine that opens media makes it."""
+    engine = FakeEngine()
+    answer = await fake_role(engine, vocab_size=2048, **parts).accept(replace(request, session=None))
+    while not engine.submitted:
+        await asyncio.sleep(0.001)
+    await answer.aclose()
+    return engine.submitted[0][0].plan
+
+
+def planless(plan: PromptPlan) -> KvSession:
+    return replace(session(plan), plan=None)
+
+
 async def test_without_a_plan_it_is_prepared_here_where_that_can_be() -> None:
     engine = FakeEngine()
     role = fake_decode(engine)
-    plan = plan_of(RED)
-    request = going_on(session(None, tokens=len(plan)), RED, media=media(RED))
-    answer = await admitted(role, engine, request)
+    asked = going_on(session(plan_of()), RED, media=media(RED))
+    plan = await plan_elsewhere(asked)
+    answer = await admitted(role, engine, replace(asked, session=planless(plan)))
     ((one,),) = engine.submitted
     assert np.array_equal(one.plan.token_ids, plan.token_ids)
     assert one.inputs == ()  # nobody could encode them here, and nobody needs to
     assert role.statistics()["intake"] == {"image_loads": 1, "clip_loads": 0, "preprocess_calls": 1, "tokenisations": 0}
     await answer.aclose()
     engine.submitted.clear()
-    answer = await admitted(role, engine, going_on(session(None, tokens=len(folded()))))
+    answer = await admitted(role, engine, going_on(planless(plan_of())))
     await answer.aclose()
+
+
+GREY = OptionLayer(image=PictureLayer(background=(128, 128, 128)))
+UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "server": ({"server": GREY}, {}),
+    "request": ({}, {"media_options": GREY}),
+    "picture": ({}, {"media": media(BLUE)}),
+    "salt": ({}, {"cache": CacheOptions(salt="s")}),
+    "text": ({}, {"prompt": (*folded(RED)[:-1], 70)}),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+async def test_without_a_plan_the_prompt_must_become_the_very_same(name: str) -> None:
+    """Though it is as long: engines whose options differ read a picture otherwise."""
+    parts, changes = UNLIKE[name]
+    asked = going_on(session(plan_of()), RED, media=media(RED))
+    plan = await plan_elsewhere(replace(asked, **changes), **parts)
+    assert len(plan) == len(await plan_elsewhere(asked))
+    engine = FakeEngine()
+    role = fake_decode(engine)
+    match = r"prepared again, is another one \(digest .* the same --media-options"
+    await refused(role, engine, replace(asked, session=planless(plan)), SessionMismatch, match)
+    answer = await admitted(role, engine, replace(asked, session=session(plan), prompt=MARKER + "hello there"))
+    await answer.aclose()  # with its plan nothing is read here, and nothing can differ
 
 
 async def test_without_a_plan_and_without_its_media() -> None:

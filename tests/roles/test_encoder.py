@@ -266,7 +266,7 @@ async def test_a_repeat_is_not_opened() -> None:
     for old, new in zip(first.references, again.references, strict=True):
         assert new.item.layout == old.item.layout
         assert new.item.handle.session_id != old.item.handle.session_id
-    assert role.statistics()["known_items"] == {"items": 2, "hits": 2, "misses": 2}
+    assert role.statistics()["known_items"] == {"items": 2, "bytes": 2048, "hits": 2, "misses": 2}
 
 
 async def test_a_picture_that_comes_twice_is_opened_once() -> None:
@@ -351,7 +351,7 @@ async def test_an_engine_that_asks_for_what_it_has_is_not_believed() -> None:
 
 async def test_what_is_known_is_bounded() -> None:
     engine = FakeEngine()
-    role = fake_encoder(engine, known=KnownItems(limit=2), limits=FORGETFUL)
+    role = fake_encoder(engine, known=KnownItems(capacity=2048), limits=FORGETFUL)
     await encoded(role, engine, ask(3))
     await encoded(role, engine, ask(1))  # the oldest was forgotten
     assert counts(role) == (4, 4)

@@ -403,7 +403,9 @@ async def test_five_hundred_requests_leave_nothing_behind(seed: int) -> None:
     chance = random.Random(seed)
     engine = LivelyEngine(chance)
     role = fake_encoder(
-        engine, known=KnownItems(limit=2), limits=MediaLimits(media_preparation_limit=2, max_waiting_preparations=500)
+        engine,
+        known=KnownItems(capacity=2048),
+        limits=MediaLimits(media_preparation_limit=2, max_waiting_preparations=500),
     )
     ends = dict.fromkeys(("ready", "failed", "cancelled", "left"), 0)
 

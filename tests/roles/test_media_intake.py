@@ -13,8 +13,8 @@ import pytest
 
 from tests.drawings import shape_png
 from tests.roles.encoder_asks import ready_of
-from tests.roles.fake_engine import FakeEngine, fake_encoder, frontend
-from triptych.core.errors import Cancelled, InvalidRequest, MediaError, Overloaded, TriptychError
+from tests.roles.fake_engine import FakeEngine, fake_encoder, fake_role, frontend
+from triptych.core.errors import Cancelled, Draining, InvalidRequest, MediaError, Overloaded, TriptychError
 from triptych.core.media import MediaItem, Modality, RawBytes, Stage, Url
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from triptych.core.picture_fit import PictureFit
     from triptych.media.admission import Ticket
     from triptych.media.decode import Admitted
+    from triptych.roles.desk import Desk
 
 RED, BLUE = shape_png("circle", "red"), shape_png("square", "blue")
 HUGE = shape_png("circle", "red", 1500)
@@ -45,11 +46,16 @@ class Gated(InProcess):
         super().__init__(limits)
         self.gate = threading.Event()
 
+    def hurry(self) -> None:
+        super().hurry()
+        self.gate.set()
+
     def picture(
         self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
     ) -> Picture:
         if data == HUGE:
             assert self.gate.wait(30)
+            self._check_open(index)
         return super().picture(index, data, admitted, options, fit)
 
 
@@ -367,6 +373,29 @@ async def test_both_pools_end_in_either_order_and_the_first_error_is_heard(first
         await bench.intake.close()
     assert sorted(ended) == ["decoder", "threads"]
     assert ended[0] == first
+
+
+@pytest.mark.parametrize("role", [fake_role, fake_encoder])
+async def test_the_end_does_not_wait_for_what_nobody_will_have(role: Callable[..., Desk]) -> None:
+    engine = FakeEngine()
+    desk = role(engine)
+    (worker,) = workers = [Gated(frontend().limits)]
+    pool = MediaPool(workers, 1024)
+    media = desk._intake.media
+    assert media is not None
+    await media._decoder.close()
+    media._decoder = pool
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>"
+    encode = EncodeOptions() if role is fake_encoder else None
+    answer = await desk.accept(replace(of(HUGE), prompt=prompt, encode=encode))
+    async with asyncio.timeout(20):
+        while not pool.statistics().busy:
+            await asyncio.sleep(0.001)
+        await desk.drain(0.01)
+    assert worker.gate.is_set()
+    (event,) = [event async for event in answer]
+    assert isinstance(event.error, Draining)
+    await answer.aclose()
 
 
 async def test_limits_hold_for_what_an_encoder_knows() -> None:

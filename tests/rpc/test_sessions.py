@@ -32,6 +32,7 @@ LAYOUT = KvLayout(layers=2, kv_heads=1, head_size=8, block_size=16, dtype="float
 PLAIN = KvSession(
     handle=Handle("one", "shared-dir", "instance-1", LAYOUT, 1, b"state"),
     plan=None,
+    prompt=bytes(32),
     first=(FirstToken(70),),
     seed=1,
     cached_prompt_tokens=0,

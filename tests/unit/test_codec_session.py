@@ -256,6 +256,8 @@ CASES: list[tuple[str, Any, str]] = [
     ("model", HEX[:-2], "triptych_model must be a digest"),
     ("model", HEX.upper(), "triptych_model must be a digest"),
     ("model", "é" * 64, "triptych_model must be a digest"),
+    ("prompt", None, "triptych_prompt is absent"),
+    ("prompt", HEX + "00", "triptych_prompt must be a digest of 32 bytes"),
     ("adapter", None, "triptych_adapter is absent"),
     ("adapter", "ab", "triptych_adapter must be a digest"),
     ("adapter", HEX + "00", "triptych_adapter must be a digest"),

@@ -13,9 +13,13 @@ from triptych.core.media import Stage
 from triptych.core.picture_fit import PictureFit
 from triptych.media.decode_wire import (
     MAX_MESSAGE,
+    NUMBER,
+    Answered,
+    Asked,
     ClipTask,
     Failed,
     Frames,
+    OutOfFiles,
     OutOfMemory,
     PictureTask,
     Pixels,
@@ -27,14 +31,15 @@ from triptych.media.decode_wire import (
     SurveyTask,
     Working,
     pack,
-    unpack_answer,
+    unpack_answered,
+    unpack_asked,
+    unpack_ready,
     unpack_settings,
-    unpack_task,
 )
 from triptych.media.header import Format
 
 if TYPE_CHECKING:
-    from triptych.media.decode_wire import Answer, Task
+    from collections.abc import Callable
 
 LENGTHS = st.integers(0, 2**40)
 SIDES = st.integers(1, 2**31 - 1)
@@ -43,21 +48,30 @@ COLOURS = st.tuples(*[st.integers(0, 255)] * 3)
 SAMPLINGS = st.builds(FrameSampling, fps=st.none() | st.floats(0.001, 1e6), min_frames=st.integers(1, 1000))
 FITS = st.builds(FrameFit, SIDES, SIDES, LENGTHS, LENGTHS, st.integers(0, 5))
 PICTURE_FITS = st.builds(PictureFit, SIDES, LENGTHS, LENGTHS, st.integers(0, 5))
-TASKS = st.one_of(
-    st.builds(PictureTask, LENGTHS, st.sampled_from(Format), SIDES, SIDES, COLOURS, st.none() | PICTURE_FITS),
-    st.builds(ClipTask, LENGTHS, SAMPLINGS, st.none() | FITS),
-    st.builds(SurveyTask, LENGTHS, SAMPLINGS, st.none() | FITS),
-    st.builds(SoundTask, LENGTHS, SIDES, st.booleans()),
+NUMBERS = st.binary(min_size=NUMBER, max_size=NUMBER)
+ASKED = st.builds(
+    Asked,
+    NUMBERS,
+    st.one_of(
+        st.builds(PictureTask, LENGTHS, st.sampled_from(Format), SIDES, SIDES, COLOURS, st.none() | PICTURE_FITS),
+        st.builds(ClipTask, LENGTHS, SAMPLINGS, st.none() | FITS),
+        st.builds(SurveyTask, LENGTHS, SAMPLINGS, st.none() | FITS),
+        st.builds(SoundTask, LENGTHS, SIDES, st.booleans()),
+    ),
 )
-ANSWERS = st.one_of(
-    st.just(Ready()),
-    st.just(OutOfMemory()),
-    st.builds(Working, st.floats(0.001, 1e6)),
-    st.builds(Pixels, SIDES, SIDES, SIDES, SIDES),
-    st.builds(Frames, COUNTS, SIDES, SIDES, st.floats(0.001, 1e6), COUNTS, st.floats(0.001, 1e6)),
-    st.builds(Samples, COUNTS),
-    st.builds(Survey, COUNTS, COUNTS, COUNTS),
-    st.builds(Failed, st.sampled_from(Stage), st.text(max_size=150)),
+ANSWERED = st.builds(
+    Answered,
+    NUMBERS,
+    st.one_of(
+        st.just(OutOfMemory()),
+        st.just(OutOfFiles()),
+        st.builds(Working, st.floats(0.001, 1e6)),
+        st.builds(Pixels, SIDES, SIDES, SIDES, SIDES),
+        st.builds(Frames, COUNTS, SIDES, SIDES, st.floats(0.001, 1e6), COUNTS, st.floats(0.001, 1e6)),
+        st.builds(Samples, COUNTS),
+        st.builds(Survey, COUNTS, COUNTS, COUNTS),
+        st.builds(Failed, st.sampled_from(Stage), st.text(max_size=150)),
+    ),
 )
 
 
@@ -68,23 +82,27 @@ def test_settings_survive() -> None:
     assert len(packed) < MAX_MESSAGE / 2
 
 
-@given(TASKS)
-def test_tasks_survive(task: Task) -> None:
-    assert unpack_task(pack(task)) == task
-    assert len(pack(task)) < MAX_MESSAGE
+def test_that_it_is_ready_survives() -> None:
+    assert unpack_ready(pack(Ready())) == Ready()
 
 
-@given(ANSWERS)
-def test_answers_survive(answer: Answer) -> None:
-    assert unpack_answer(pack(answer)) == answer
-    assert len(pack(answer)) < MAX_MESSAGE
+@given(ASKED)
+def test_tasks_survive(asked: Asked) -> None:
+    assert unpack_asked(pack(asked)) == asked
+    assert len(pack(asked)) < MAX_MESSAGE
+
+
+@given(ANSWERED)
+def test_answers_survive(answered: Answered) -> None:
+    assert unpack_answered(pack(answered)) == answered
+    assert len(pack(answered)) < MAX_MESSAGE
 
 
 @pytest.mark.parametrize("reason", ["é" * 5000, "\ud800" * 5000, "x" * 5000])
 def test_an_answer_fits_one_message_whatever_it_says(reason: str) -> None:
-    packed = pack(Failed(Stage.DECODE, reason))
+    packed = pack(Answered(bytes(NUMBER), Failed(Stage.DECODE, reason)))
     assert len(packed) <= MAX_MESSAGE
-    answer = unpack_answer(packed)
+    answer = unpack_answered(packed).answer
     assert isinstance(answer, Failed)
     assert len(answer.reason) >= 400
 
@@ -92,10 +110,10 @@ def test_an_answer_fits_one_message_whatever_it_says(reason: str) -> None:
 @given(st.binary(max_size=60))
 def test_any_message_is_an_answer_or_an_error(message: bytes) -> None:
     try:
-        answer = unpack_answer(message)
+        answered = unpack_answered(message)
     except ValueError:
         return
-    assert unpack_answer(pack(answer)) == answer
+    assert unpack_answered(pack(answered)) == answered
 
 
 @pytest.mark.parametrize(
@@ -122,4 +140,16 @@ def test_any_message_is_an_answer_or_an_error(message: bytes) -> None:
 )
 def test_what_is_not_exactly_an_answer_is_none(message: object) -> None:
     with pytest.raises(msgspec.DecodeError):
-        unpack_answer(msgspec.msgpack.encode(message))
+        unpack_answered(msgspec.msgpack.encode({"number": bytes(NUMBER), "answer": message}))
+
+
+@pytest.mark.parametrize(
+    "number", [{}, {"number": b""}, {"number": bytes(NUMBER - 1)}, {"number": bytes(NUMBER + 1)}, {"number": 7}]
+)
+@pytest.mark.parametrize("unpack", [unpack_asked, unpack_answered])
+def test_nothing_goes_without_a_number(number: dict[str, object], unpack: Callable[[bytes], object]) -> None:
+    inside = {"task": {"type": "sound", "length": 1, "rate": 8000, "of_film": False}, "answer": {"type": "memory"}}
+    key = "task" if unpack is unpack_asked else "answer"
+    unpack(msgspec.msgpack.encode({"number": bytes(NUMBER), key: inside[key]}))
+    with pytest.raises(msgspec.DecodeError, match="number"):
+        unpack(msgspec.msgpack.encode({**number, key: inside[key]}))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +13,14 @@ from tests.unit.scheduler_bench import Bench, pictures, text
 from triptych.core.encoder_input import EncodedInput
 from triptych.core.errors import InvalidRequest
 from triptych.core.events import Failed, Finished
+from triptych.core.layout import Grid
 from triptych.core.request import Request, Stopping
 
 
 def came_encoded(made: Request) -> Request:
     """The same request, its rows computed elsewhere."""
     rows = [EncodedInput(layout, np.zeros((layout.rows, 1), np.uint8)) for layout in made.plan.items]
-    return dataclasses.replace(made, inputs=tuple(rows))
+    return replace(made, inputs=tuple(rows))
 
 
 def encoded(plan: object) -> list[tuple[str, int]]:
@@ -84,13 +85,51 @@ def test_preemption_brings_them_back() -> None:
     assert [bench.heard.tokens[each.request_id] for each in made] == [bench.alone(each) for each in made]
 
 
-# -- one key, two numbers of rows -------------------------------------------------------------------
+# -- one key, two shapes -------------------------------------------------------------------
 
 
 def wrong(name: str, picture: int, rows: int, *, at: int = 1, tail: int = 2) -> Request:
     """A prompt with one picture behind ``at`` tokens."""
     stopping = Stopping(max_tokens=3, ignore_eos=True)
     return request(name, [12] * (at + rows + tail), [item(picture, (at, rows))], stopping=stopping)
+
+
+def turned(name: str, picture: int, rows: int) -> Request:
+    """As ``wrong``, of as many rows that lie in another grid."""
+    layout = item(picture, (1, rows))
+    layout = replace(layout, grid=Grid(1, layout.grid.w, layout.grid.h))
+    stopping = Stopping(max_tokens=3, ignore_eos=True)
+    return request(name, [12] * (rows + 3), [layout], stopping=stopping)
+
+
+def test_as_many_rows_of_another_grid_fail_while_the_others_are_held() -> None:
+    bench = Bench()
+    first = wrong("first", 7, 5)
+    bench.add(first, came_encoded(turned("second", 7, 5)))
+    assert names(bench.step()) == {"first"}
+    end = bench.heard.ends["second"]
+    assert isinstance(end, Failed)
+    assert str(end.error).startswith("media item 0 has 5 rows of the grid (1, 10, 2), and another request holds ")
+    bench.run()
+    assert bench.heard.tokens["first"] == bench.alone(first)
+
+
+def test_as_many_rows_of_another_grid_are_encoded_when_the_others_are_free() -> None:
+    """And the KV of the one, whose positions are others, is not that of the other."""
+    bench = Bench()
+    bench.add(wrong("first", 7, 5, tail=40))
+    bench.run()
+    second = turned("second", 7, 5)
+    bench.add(second)
+    assert encoded(bench.step()) == [("second", 0)]
+    bench.run()
+    assert bench.heard.tokens["second"] == bench.alone(second)
+
+
+def test_one_request_with_two_grids_under_one_key_is_refused() -> None:
+    one, other = item(7, (0, 5)), replace(item(7, (5, 5)), grid=Grid(1, 10, 2))
+    with pytest.raises(InvalidRequest, match=r"media item 1 has 5 rows of the grid \(1, 10, 2\), and an earlier item"):
+        Bench().add(request("two", [12] * 20, [one, other]))
 
 
 def test_the_later_of_two_fails_and_names_its_item() -> None:
@@ -105,7 +144,7 @@ def test_the_later_of_two_fails_and_names_its_item() -> None:
     end = bench.heard.ends["two"]
     assert isinstance(end, Failed)
     assert isinstance(end.error, InvalidRequest)
-    assert str(end.error).startswith("media item 1 has 11 rows, and another request holds another number of them")
+    assert str(end.error).startswith("media item 1 has 11 rows of the grid (1, 2, 22), and another request holds ")
     bench.run()
     assert bench.heard.tokens["good"] == bench.alone(good)
     assert len(bench.heard.tokens["text"]) == 8
@@ -157,7 +196,7 @@ def test_a_group_whose_leader_fails_goes_on_one_by_one() -> None:
     bench.add(pictures("good", 12, gap=2))
     bench.step()
     leader = wrong("leader", 100, 11, at=0)
-    bench.scheduler.add([leader, dataclasses.replace(leader, request_id="follower")])
+    bench.scheduler.add([leader, replace(leader, request_id="follower")])
     bench.step()
     assert isinstance(bench.heard.ends["leader"], Failed)
     bench.run()
@@ -167,7 +206,7 @@ def test_a_group_whose_leader_fails_goes_on_one_by_one() -> None:
 def test_within_one_request_it_is_refused_at_once() -> None:
     bench = Bench()
     made = request("r", [12] * 20, [item(7, (1, 3)), item(8, (5, 3)), item(7, (10, 4))])
-    with pytest.raises(InvalidRequest, match="media item 2 has 4 rows, and an earlier item of the request has 3"):
+    with pytest.raises(InvalidRequest, match=r"media item 2 has 4 rows .* an earlier item of the request has 3 of"):
         bench.scheduler.check([made])
     bench.add(request("twice", [12] * 20, [item(7, (1, 3)), item(7, (10, 3))]))
     bench.run()

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.content_keys import key_of, options_of, vectors
+from tests.sessions import picture, plan
 from triptych.core.errors import CheckpointError
-from triptych.processors.identity import content_key, model_revision, processor_fingerprint
+from triptych.core.layout import Grid
+from triptych.core.media import Modality
+from triptych.processors.identity import content_key, model_revision, processor_fingerprint, prompt_digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +39,24 @@ fields = st.tuples(
 
 def key(data: bytes, options: bytes, fingerprint: bytes, salt: str, uuid: str = "") -> bytes:
     return content_key(data, options=options, fingerprint=fingerprint, salt=salt, uuid=uuid)
+
+
+def test_a_prompt_is_its_tokens_and_its_items() -> None:
+    layout = picture(1, 2, 3)
+    one = plan(9, layout)
+    wide, other = replace(layout, grid=Grid(1, 12, 2)), replace(layout, content_key=bytes(32))
+    video = replace(layout, modality=Modality.VIDEO)
+    plans = [
+        one,
+        plan(10, layout),
+        plan(9),
+        plan(9, layout, fill=99),
+        *(plan(9, item) for item in (wide, other, video)),
+    ]
+    digests = [prompt_digest(each) for each in plans]
+    assert len(set(digests)) == len(plans)
+    assert {len(digest) for digest in digests} == {32}
+    assert prompt_digest(plan(9, layout)) == digests[0]
 
 
 @given(fields, fields)

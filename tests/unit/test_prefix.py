@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.requests import item, request
+from triptych.core.layout import Grid
 from triptych.engine.prefix import BlockChain, chain_seed
+
+if TYPE_CHECKING:
+    from triptych.core.layout import ItemLayout
 
 TEXT = list(range(10, 42))
 
@@ -22,6 +29,11 @@ def chain(
     blocks = BlockChain(prompt, chain_seed(salt, adapter), size)
     blocks.extend(output, (len(tokens) + len(output)) // size)
     return blocks.hashes
+
+
+def one_grid(layout: ItemLayout) -> ItemLayout:
+    """In place of that which follows from its rows."""
+    return replace(layout, grid=Grid(1, 4, 4))
 
 
 def shared(one: list[bytes], two: list[bytes]) -> int:
@@ -97,13 +109,21 @@ def test_a_picture_is_not_its_placeholders() -> None:
 def test_which_part_of_the_picture_stands_in_a_block_is_part_of_its_name() -> None:
     # the same placeholder ids everywhere: only the offsets inside the item differ
     ids = [3] * 16
-    assert shared(chain(ids, [item(1, (0, 16))]), chain(ids, [item(1, (0, 8)), item(1, (8, 8))])) == 2
-    assert shared(chain(ids, [item(1, (0, 16))]), chain(ids, [item(1, (0, 6)), item(1, (6, 10))])) == 1
+    whole = chain(ids, [one_grid(item(1, (0, 16)))])
+    assert shared(whole, chain(ids, [one_grid(item(1, (0, 8))), one_grid(item(1, (8, 8)))])) == 2
+    assert shared(whole, chain(ids, [one_grid(item(1, (0, 6))), one_grid(item(1, (6, 10)))])) == 1
+
+
+def test_the_grid_of_a_picture_is_part_of_the_name() -> None:
+    """Its rows have other positions in another one, and who claims the same content is not believed."""
+    layout = item(1, (5, 8))
+    assert shared(chain(TEXT, [layout]), chain(TEXT, [one_grid(layout)])) == 1
 
 
 def test_sparse_runs_count_at_their_exact_positions() -> None:
     ids = [3] * 12
-    assert shared(chain(ids, [item(1, (0, 4), (6, 6))]), chain(ids, [item(1, (0, 4), (7, 5))])) == 1
+    one, other = (one_grid(item(1, (0, 4), run)) for run in ((6, 6), (7, 5)))
+    assert shared(chain(ids, [one]), chain(ids, [other])) == 1
 
 
 def test_generated_tokens_are_named_like_prompt_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -155,7 +156,12 @@ def run(
     else:
         with loading_bar(model) as bar:
             start = assignment.load(model, options, media, bar)
-    return asyncio.run(_serve(start, assignment, listeners, parent))
+    gc.collect()
+    gc.freeze()  # to walk all that is loaded once more would hold the event loop for a quarter of a second
+    try:
+        return asyncio.run(_serve(start, assignment, listeners, parent))
+    finally:
+        gc.unfreeze()  # some libraries complain at the exit of what nobody has collected
 
 
 def _check(listeners: Listeners) -> None:

@@ -44,6 +44,8 @@ class FrameSampling:
 
     def at_most(self, frames: int) -> FrameSampling:
         """The same, and never more than so many: what is looked at under a limit."""
+        if self.num_frames is not None:
+            return replace(self, num_frames=min(frames, self.num_frames))
         return replace(self, max_frames=min(frames, self.max_frames or frames))
 
 

@@ -35,6 +35,8 @@ class KvSession:
     handle: KvHandle
     plan: PromptPlan | None
     """None: the session came without a portable plan, or with one of a version that is not known here."""
+    prompt: bytes
+    """32 bytes that name the expanded prompt: who expands it again must come to the same."""
     first: tuple[FirstToken, ...]
     """One for each output of the request."""
     seed: int

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from triptych.core.request import EncodeRequest
-    from triptych.engine.encoder_cache import Holder
+    from triptych.engine.encoder_cache import Holder, Shape
     from triptych.engine.leases import Lease
     from triptych.engine.priority import Key
 
@@ -41,22 +41,22 @@ class EncodeItem:
     Args:
         request: what is asked.
         key: its place among all.
-        size: bytes of its rows.
+        shape: of its rows.
         need: blocks that hold them.
         lease: without blocks yet.
     """
 
     __slots__ = (
         *("aborted", "blocks", "content_key", "group", "holder", "in_flight", "key", "lease", "need", "request"),
-        *("request_id", "size"),
+        *("request_id", "shape"),
     )
 
-    def __init__(self, request: EncodeRequest, key: Key, size: int, need: int, lease: Lease) -> None:
+    def __init__(self, request: EncodeRequest, key: Key, shape: Shape, need: int, lease: Lease) -> None:
         self.request = request
         self.request_id = request.request_id
         self.key = key
         self.content_key = request.layout.content_key
-        self.size = size
+        self.shape = shape
         self.need = need
         self.lease: Lease | None = lease
         """None once its blocks were handed over."""

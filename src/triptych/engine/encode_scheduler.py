@@ -33,7 +33,7 @@ from triptych.core.load import Load
 from triptych.core.step import Store
 from triptych.engine.encode_roster import EncodeItem, EncodeRoster
 from triptych.engine.encode_step import EncodePlan, ItemStep
-from triptych.engine.encoder_cache import Outcome
+from triptych.engine.encoder_cache import Outcome, Shape
 from triptych.engine.encoding import EncodeBudget, clash
 from triptych.engine.limits import check_rows
 from triptych.engine.priority import head_start
@@ -171,9 +171,9 @@ class EncodeScheduler:
         members = []
         for request in requests:
             key = (request.arrival - head_start(request.priority, self._config.priority_seconds), next(self._serials))
-            size = request.layout.rows * self._row_bytes
+            shape = Shape.of(request.layout, self._row_bytes)
             lease = leases.begin(request.export)
-            members.append(EncodeItem(request, key, size, self._layout.blocks(size), lease))
+            members.append(EncodeItem(request, key, shape, self._layout.blocks(shape.size), lease))
         self._roster.enqueue(members)
         self._counts["accepted"] += len(requests)
         self._stalled = False
@@ -264,17 +264,17 @@ class EncodeScheduler:
                 return
 
     def _missing(self, item: EncodeItem) -> bool:
-        return self._roster.cache.misses(item.content_key, item.size)
+        return self._roster.cache.misses(item.content_key, item.shape)
 
     def _take(self, work: _Pass, item: EncodeItem) -> None:
         """Make an admitted item part of the step, if it can be."""
         cache, tokens = self._roster.cache, item.request.layout.encoder_tokens
-        if cache.clashes(item.content_key, item.size):
-            self._events.append(self._fail(item, InvalidRequest(clash(item.request.layout.rows))))
+        if cache.clashes(item.content_key, item.shape):
+            self._events.append(self._fail(item, InvalidRequest(clash(item.request.layout))))
             return
         if self._missing(item) and not work.budget.affords(tokens):
             return
-        acquisition = cache.acquire(item.content_key, item.size, item.holder)
+        acquisition = cache.acquire(item.content_key, item.shape, item.holder)
         if acquisition is None:
             return
         item.in_flight = True

@@ -13,12 +13,29 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.errors import IntegrityError
 
+if TYPE_CHECKING:
+    from triptych.core.layout import Grid, ItemLayout
+
 Holder = tuple[str, int]
 """(request id, item index): the owner of one reference."""
+
+
+class Shape(NamedTuple):
+    """What all rows of one key agree in."""
+
+    size: int
+    """Bytes."""
+    grid: Grid
+    """Of their item."""
+
+    @classmethod
+    def of(cls, item: ItemLayout, row_bytes: int) -> Shape:
+        """That of an item whose rows have ``row_bytes`` each."""
+        return cls(item.rows * row_bytes, item.grid)
 
 
 class Outcome(enum.Enum):
@@ -63,12 +80,17 @@ class EncoderCacheStatistics:
 
 
 class _Entry:
-    __slots__ = ("holders", "ready", "size")
+    __slots__ = ("holders", "ready", "shape")
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
         self.ready = False
         self.holders: set[Holder] = set()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.shape.size
 
 
 class EncoderCache:
@@ -98,28 +120,28 @@ class EncoderCache:
         """Whether the entry is READY and nobody holds it."""
         return key in self._idle
 
-    def clashes(self, key: bytes, size: int) -> bool:
-        """Whether somebody holds rows of this key that are not ``size`` bytes: one of the two names them wrongly."""
+    def clashes(self, key: bytes, shape: Shape) -> bool:
+        """Whether somebody holds rows of this key of another shape: one of the two names them wrongly."""
         entry = self._entries.get(key)
-        return entry is not None and entry.size != size and key not in self._idle
+        return entry is not None and entry.shape != shape and key not in self._idle
 
-    def misses(self, key: bytes, size: int) -> bool:
+    def misses(self, key: bytes, shape: Shape) -> bool:
         """Whether the rows would have to be computed: they are not there, or others that nobody holds are."""
         entry = self._entries.get(key)
-        return entry is None or (entry.size != size and key in self._idle)
+        return entry is None or (entry.shape != shape and key in self._idle)
 
-    def acquire(self, key: bytes, size: int, holder: Holder) -> Acquisition | None:
+    def acquire(self, key: bytes, shape: Shape, holder: Holder) -> Acquisition | None:
         """Take a reference for ``holder``; None when there is no space for a new entry just now.
 
-        Rows of another size that nobody holds are evicted for it.
+        Rows of another shape that nobody holds are evicted for it.
 
         Raises:
             IntegrityError: the holder has this reference already, the key clashes, or the entry is larger than the
                 whole cache (the scheduler refuses such a request before it is queued).
         """
-        entry = self._entries.get(key)
-        if entry is not None and not self.misses(key, size):
-            return self._join(key, entry, size, holder)
+        entry, size = self._entries.get(key), shape.size
+        if entry is not None and not self.misses(key, shape):
+            return self._join(key, entry, shape, holder)
         if size > self._capacity:
             raise IntegrityError(f"{size} bytes of encoder rows came to an encoder cache of {self._capacity} bytes")
         if self._used - self._idle_bytes + size > self._capacity:
@@ -132,7 +154,7 @@ class EncoderCache:
             evicted.append(self._evict(next(iter(self._idle))))
         self._counts["evictions"] += len(evicted)
         self._counts["misses"] += 1
-        entry = self._entries[key] = _Entry(size)
+        entry = self._entries[key] = _Entry(shape)
         entry.holders.add(holder)
         self._used += size
         return Acquisition(Outcome.NEW_RESERVATION, tuple(evicted))
@@ -204,9 +226,9 @@ class EncoderCache:
         if self._idle_bytes != sum(self._entries[key].size for key in idle):
             raise IntegrityError("idle encoder rows are miscounted")
 
-    def _join(self, key: bytes, entry: _Entry, size: int, holder: Holder) -> Acquisition:
-        if entry.size != size:
-            raise IntegrityError(f"rows of one key have {entry.size} and {size} bytes")
+    def _join(self, key: bytes, entry: _Entry, shape: Shape, holder: Holder) -> Acquisition:
+        if entry.shape != shape:
+            raise IntegrityError(f"rows of one key are of the shapes {entry.shape} and {shape}")
         if holder in entry.holders:
             raise IntegrityError(f"request {holder[0]!r} acquired the rows of its media item {holder[1]} twice")
         if not entry.holders and entry.ready:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from triptych.core.encoder_input import EncodedInput
 from triptych.core.errors import InvalidRequest
 from triptych.core.step import EncodeTask
-from triptych.engine.encoder_cache import Outcome
+from triptych.engine.encoder_cache import Outcome, Shape
 
 if TYPE_CHECKING:
     from triptych.core.config import SchedulerConfig
@@ -65,11 +65,11 @@ def came_encoded(item: ItemInput) -> bool:
     return isinstance(item, EncodedInput)
 
 
-def clash(rows: int) -> str:
-    """What is wrong with an item of so many ``rows``, behind its name."""
+def clash(item: ItemLayout) -> str:
+    """What is wrong with an item of which others hold rows of another shape, behind its name."""
     return (
-        f"has {rows} rows, and another request holds another number of them under the same content key; one of the "
-        "two is wrong about its item"
+        f"has {item.rows} rows of the grid {tuple(item.grid)}, and another request holds others, of another grid or "
+        "number, under the same content key; one of the two is wrong about its item"
     )
 
 
@@ -94,8 +94,8 @@ class EncodePass:
         """
         wanted = self._wanted(sequence, start, end)
         for index, item in wanted:
-            if self._cache.clashes(item.content_key, item.rows * self._row_bytes):
-                return Selection(start, (), InvalidRequest(f"media item {index} {clash(item.rows)}"))
+            if self._cache.clashes(item.content_key, Shape.of(item, self._row_bytes)):
+                return Selection(start, (), InvalidRequest(f"media item {index} {clash(item)}"))
         rows: list[tuple[int, bytes]] = []
         for index, item in wanted:
             if index not in sequence.held and not self._obtain(sequence, index, item):
@@ -118,14 +118,14 @@ class EncodePass:
         return wanted
 
     def _obtain(self, sequence: Sequence, index: int, item: ItemLayout) -> bool:
-        key, size = item.content_key, item.rows * self._row_bytes
+        key, shape = item.content_key, Shape.of(item, self._row_bytes)
         free = came_encoded(sequence.request.inputs[index])
-        absent = self._cache.misses(key, size)
+        absent = self._cache.misses(key, shape)
         if absent and not (free or self._budget.affords(item.encoder_tokens)):
             return False
         if self._blocked and (absent or self._cache.idle(key)):
             return False
-        acquisition = self._cache.acquire(key, size, (sequence.request_id, index))
+        acquisition = self._cache.acquire(key, shape, (sequence.request_id, index))
         if acquisition is None:
             self._blocked = True
             return False

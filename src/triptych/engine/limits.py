@@ -129,7 +129,7 @@ def check_rows(items: Sequence[ItemLayout], row_bytes: int, capacity: int) -> No
     Raises:
         InvalidRequest: naming the item.
     """
-    rows: dict[bytes, int] = {}
+    earlier: dict[bytes, ItemLayout] = {}
     for index, item in enumerate(items):
         size = item.rows * row_bytes
         if size > capacity:
@@ -137,11 +137,11 @@ def check_rows(items: Sequence[ItemLayout], row_bytes: int, capacity: int) -> No
                 f"media item {index}: its encoder rows take {size} bytes, more than the whole encoder cache of "
                 f"{capacity}; send a smaller item, or start with --encoder-cache-bytes {size}"
             )
-        before = rows.setdefault(item.content_key, item.rows)
-        if before != item.rows:
+        before = earlier.setdefault(item.content_key, item)
+        if (before.rows, before.grid) != (item.rows, item.grid):
             raise InvalidRequest(
-                f"media item {index} has {item.rows} rows, and an earlier item of the request has {before} under the "
-                "same content key"
+                f"media item {index} has {item.rows} rows of the grid {tuple(item.grid)}, and an earlier item of the "
+                f"request has {before.rows} of {tuple(before.grid)} under the same content key"
             )
 
 

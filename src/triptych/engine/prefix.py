@@ -6,7 +6,7 @@ A block's hash covers everything that its keys and values depend on:
                     the caller's salt and the LoRA adapter's digest (of nothing for the base model)
     token ids       of the block, int32 little endian
     media           for each stretch of an item inside the block: offset in the block, length, offset
-                    inside the item, and the item's content key
+                    inside the item, and the item's grid, which positions follow from, and content key
 
 Every field has a fixed width, so no two different inputs are the same bytes. Placeholder ids alone never
 name a picture: two prompts that differ in a picture share exactly the blocks before its first position.
@@ -24,11 +24,12 @@ from blake3 import blake3
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from triptych.core.layout import Grid
     from triptych.core.plan import PromptPlan
 
-DOMAIN = b"triptych kv block 2"
+DOMAIN = b"triptych kv block 3"
 _FIELD = struct.Struct("<Q")
-_STRETCH = struct.Struct("<III32s")
+_STRETCH = struct.Struct("<III3I32s")
 _end = attrgetter("end")
 
 
@@ -53,6 +54,7 @@ class _Stretch(NamedTuple):
     end: int
     offset: int
     """Span positions of the item before this run."""
+    grid: Grid
     key: bytes
 
 
@@ -80,7 +82,7 @@ class BlockChain:
         for item in plan.items:
             offset = 0
             for run in item.runs:
-                self._stretches.append(_Stretch(run.start, run.end, offset, item.content_key))
+                self._stretches.append(_Stretch(run.start, run.end, offset, item.grid, item.content_key))
                 offset += run.length
 
     def extend(self, output: Sequence[int], blocks: int) -> None:
@@ -125,7 +127,8 @@ class BlockChain:
             run = self._stretches[self._next_stretch]
             first, last = max(run.start, start), min(run.end, end)
             if first < last:
-                fields.append(_STRETCH.pack(first - start, last - first, run.offset + first - run.start, run.key))
+                inside = run.offset + first - run.start
+                fields.append(_STRETCH.pack(first - start, last - first, inside, *run.grid, run.key))
             if run.end > end:
                 break
             self._next_stretch += 1

@@ -2,9 +2,12 @@
 
     descriptor -> sealed for good, and as long as its numbers come to -> mapped, read-only -> Picture, Clip or Sound
 
-A process runs what strangers wrote, so it may have been taken over. What it says can then be wrong pixels for the one
-file that took it over, and nothing else here. It has the rights of the user who started the engine, though: who does
-not trust the decoders of Pillow and FFmpeg with files and network has to confine the user.
+A process runs what strangers wrote, so it may have been taken over. From then until it ends it reads every file that
+it is given, whoever sent it, and answers what it likes. What is checked here and in decode_channel.py keeps that from
+spreading: an answer is to the task that was asked, within its limits, in memory that can no longer be changed; neither
+the engine's own memory nor what other processes decode is touched. A process has the rights of the user who started the
+engine, though: who does not trust the decoders of Pillow and FFmpeg with other people's files, the disk and the network
+has to confine the user.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
     from triptych.media.header import Size
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-"""What keeps a descriptor's content and length as they are, whoever else has it."""
+"""What keeps a descriptor's content and length as they are, whoever else has it. F_SEAL_WRITE is refused by the kernel
+while anybody has writable pages of it mapped; F_SEAL_FUTURE_WRITE, which leaves such pages be, does not do."""
 
 
 def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit | None) -> Picture:
@@ -132,6 +136,7 @@ def _map(descriptor: int, length: int) -> mmap.mmap:
 
     Raises:
         ValueError: it could, or it is not of this length.
+        OSError: it cannot be mapped just now; each mapping takes a descriptor of the engine's.
     """
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
@@ -139,4 +144,5 @@ def _map(descriptor: int, length: int) -> mmap.mmap:
         sealed = False  # no memory of its own, but some other file
     if not sealed or os.fstat(descriptor).st_size != length:
         raise ValueError("the descriptor is not of what was decoded")
-    return mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)
+    # Private, which is the same where nobody can write: kernels before 6.7 refuse to share what is sealed.
+    return mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, mmap.PROT_READ)

@@ -1,15 +1,19 @@
 """The engine's end of one decode process: started at the first item, started again when it is gone.
 
-    bytes -> a descriptor and a Task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
+    bytes -> a descriptor and a task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
                                           |
                                           +-> gone, late, lying or out of memory: a MediaError, and another process
+                                          +-> hurried: MediaUnavailable, and no other process any more
 
-What an answer says is believed nowhere; decode_answers.py looks at it.
+What an answer says is believed nowhere: decode_channel.py looks whether it is one to what was asked, decode_answers.py
+at what was decoded. An item is to blame for what its own task did to the process; for what was amiss before, and for
+what the engine lacks, it is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -18,9 +22,9 @@ import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from triptych.core.errors import Internal, MediaError, MediaUnavailable
+from triptych.core.errors import Draining, Internal, MediaError, MediaUnavailable
 from triptych.core.media import Stage
 from triptych.media.decode_answers import clip_of, picture_of, sound_of, survey_of
 from triptych.media.decode_ceiling import (
@@ -30,28 +34,26 @@ from triptych.media.decode_ceiling import (
     most_sound_seconds,
     picture_ceiling,
 )
+from triptych.media.decode_channel import Channel, Unasked
 from triptych.media.decode_wire import (
-    MAX_MESSAGE,
     ClipTask,
     Failed,
     Frames,
+    OutOfFiles,
     OutOfMemory,
     PictureTask,
     Pixels,
-    Ready,
     Samples,
     Settings,
     SoundTask,
     Survey,
     SurveyTask,
     Working,
-    pack,
-    unpack_answer,
 )
 from triptych.media.windows import window_length
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import DecodeConfig, MediaLimits
@@ -60,7 +62,8 @@ if TYPE_CHECKING:
     from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
-    from triptych.media.decode_wire import Answer, Task
+    from triptych.media.decode_channel import Reply
+    from triptych.media.decode_wire import Task
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
@@ -97,7 +100,8 @@ class DecodeProcess:
     """One process. Thread-safe; every method may block.
 
     What decodes raises MediaError where the item is damaged, cut off, or over a limit or a ceiling, MediaUnavailable
-    where the process cannot be had, does not start, or was killed from outside.
+    where the process cannot be had, does not start, was killed from outside, or gave way to ``hurry``, and where the
+    engine or the process has too many open files.
 
     Args:
         limits: of the items that it will be given.
@@ -109,7 +113,8 @@ class DecodeProcess:
         self._config = config
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._channel: Channel | None = None
+        self._hurried = False
         self.starts = 0
         """How often a process was started."""
         self.deaths = 0
@@ -118,19 +123,21 @@ class DecodeProcess:
     @property
     def pid(self) -> int:
         """Of the process; 0 while there is none."""
-        return self._process.pid if self._process is not None else 0
+        process = self._process
+        return process.pid if process is not None else 0
 
     def start(self) -> None:
         """Have a process that is ready.
 
         Raises:
             Internal: it does not start.
+            Draining: it was told to hurry.
         """
         try:
             with self._lock:
                 self._running()
         except OSError as error:
-            raise Internal(f"no process can be started to decode media: {error}") from error
+            raise Internal(f"no process can be started to decode media: {_reason(error)}") from error
 
     def picture(
         self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
@@ -172,6 +179,17 @@ class DecodeProcess:
         task = SoundTask(len(data), rate, of_film)
         return self._decode(data, _Job(index, "sound", task, ceiling, seconds, Samples, taken))
 
+    def hurry(self) -> None:
+        """End what runs and start nothing any more, for good. At once, from any thread; ``close`` comes after it.
+
+        Waits for no lock that is held while something is decoded or started. Who decodes or starts finds the channel
+        cut, and kills the process by itself: only the thread that waits for a process ends it.
+        """
+        self._hurried = True  # first: who sets a channel looks here after that, so that one of the two is seen
+        channel = self._channel
+        if channel is not None:
+            channel.cut()
+
     def close(self) -> None:
         """End the process."""
         with self._lock:
@@ -181,13 +199,15 @@ class DecodeProcess:
         with self._lock:
             try:
                 channel = self._send(job, data)
+            except Draining as error:
+                raise MediaUnavailable(job.index, str(error), Stage.DECODE) from None
             except (OSError, Internal) as error:
-                reason = f"no process can be had to decode it: {error}; retry later"
+                reason = f"no process can be had to decode it: {_reason(error)}; retry later"
                 raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
             return self._answer(channel, job)
 
-    def _send(self, job: _Job[Done, Decoded], data: bytes) -> socket.socket:
-        """Hand a task over, to a new process where the old one is found gone."""
+    def _send(self, job: _Job[Done, Decoded], data: bytes) -> Channel:
+        """Hand a task over, to a new process where the old one is found gone, or speaks unasked."""
         descriptor = os.memfd_create("encoded", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", closefd=False) as file:
@@ -195,23 +215,22 @@ class DecodeProcess:
             for last in (False, True):
                 channel = self._running()
                 try:
-                    socket.send_fds(channel, [pack(job.task)], [descriptor])
+                    channel.ask(job.task, descriptor)
                     return channel
                 except OSError:
-                    self._fault()
+                    self._fault(kill=True)
                     if last:
                         raise
             raise AssertionError("the second try returns or raises")
         finally:
             os.close(descriptor)
 
-    def _answer(self, channel: socket.socket, job: _Job[Done, Decoded]) -> Decoded:
+    def _answer(self, channel: Channel, job: _Job[Done, Decoded]) -> Decoded:
         """What was decoded, or why there is nothing."""
         seconds = job.ceiling.seconds
         try:
             for _ in range(2):
-                channel.settimeout(seconds * PATIENCE)
-                with _received(channel) as reply:
+                with channel.reply(seconds * PATIENCE) as reply:
                     if not isinstance(reply.answer, Working):
                         return self._taken(reply, job)
                     seconds = min(reply.answer.seconds, job.most_seconds)
@@ -220,21 +239,36 @@ class DecodeProcess:
             self._fault(kill=True)
             reason = f"not decoded within {seconds * PATIENCE:.0f} s: this machine is busy; retry later"
             raise MediaUnavailable(job.index, reason, Stage.DECODE) from None
+        except Unasked as error:
+            self._fault(kill=True)  # who made it so cannot be told: this item, or one before it
+            raise MediaUnavailable(job.index, f"its decoder is amiss: {error}; retry later", Stage.DECODE) from error
         except OSError:
-            raise _death(job, self._fault(), seconds) from None
+            status = self._fault()
+            if self._hurried:
+                raise MediaUnavailable(job.index, str(_hurried()), Stage.DECODE) from None
+            raise _death(job, status, seconds) from None
         except ValueError as error:
             self._fault(kill=True)  # whatever answers there is not what was started
             raise MediaError(job.index, f"its decoder gives no sane answer: {error}", Stage.DECODE) from error
 
-    def _taken(self, reply: _Reply, job: _Job[Done, Decoded]) -> Decoded:
+    def _taken(self, reply: Reply, job: _Job[Done, Decoded]) -> Decoded:
         """What was decoded, or why there is nothing.
 
         Raises:
             ValueError: the answer is none to this task.
         """
         answer = reply.answer
+        if reply.lost:
+            raise _no_descriptor(job, "the engine")
+        if isinstance(answer, OutOfFiles):
+            self._fault(kill=True)  # it needs a dozen: this one may have lost some
+            raise _no_descriptor(job, "its decoder")
         if isinstance(answer, job.answer) and len(reply.descriptors) == job.descriptors:
-            return job.taken(answer, *(reply.descriptors or [-1]))
+            try:
+                return job.taken(answer, *(reply.descriptors or [-1]))
+            except OSError as error:
+                reason = f"what was decoded cannot be mapped: {_reason(error)}; retry later"
+                raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
         if isinstance(answer, OutOfMemory):
             self._fault(kill=True)  # what ran out of memory in its middle is not asked again
             what = f"decoding this {job.what} takes more than {job.ceiling.memory >> 20} MiB (--decode-memory-bytes)"
@@ -244,17 +278,20 @@ class DecodeProcess:
             raise MediaError(job.index, reason, answer.stage)
         raise ValueError(f"{type(answer).__name__} with {len(reply.descriptors)} descriptors for a {job.what}")
 
-    def _running(self) -> socket.socket:
+    def _running(self) -> Channel:
         if self._process is not None and self._process.poll() is not None:
             self._fault()
-        if self._channel is None:
-            self._channel = self._start()
-        return self._channel
+        if self._hurried:
+            raise _hurried()
+        return self._channel if self._channel is not None else self._start()
 
-    def _start(self) -> socket.socket:
+    def _start(self) -> Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = channel = Channel(ours)
         try:
             with theirs:
+                if self._hurried:
+                    raise _hurried()
                 self._process = subprocess.Popen(
                     [sys.executable, "-W", "ignore", "-m", "triptych.media.decode_process", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -264,17 +301,24 @@ class DecodeProcess:
                     env=_environment(),
                 )
             self.starts += 1
-            ours.settimeout(START_SECONDS)
-            if not _is_ready(ours, Settings(self._limits, self._config)):
-                self._end()
-                raise Internal("the process that decodes media does not start; its own message is in the log")
+            self._greet(channel)
         except BaseException:
-            ours.close()
+            self._end(kill=True)
             raise
-        return ours
+        return channel
+
+    def _greet(self, channel: Channel) -> None:
+        try:
+            channel.greet(Settings(self._limits, self._config), START_SECONDS)
+        except (OSError, ValueError) as error:
+            if self._hurried:
+                raise _hurried() from None
+            what = "the process that decodes media does not start; its own message is in the log"
+            raise Internal(what) from error
 
     def _fault(self, *, kill: bool = False) -> int:
-        self.deaths += 1
+        if not self._hurried:
+            self.deaths += 1
         return self._end(kill=kill)
 
     def _end(self, *, kill: bool = False) -> int:
@@ -285,7 +329,7 @@ class DecodeProcess:
         if self._process is None:
             return 0
         process, self._process = self._process, None
-        if not kill:
+        if not (kill or self._hurried):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(STOP_SECONDS)
         process.kill()
@@ -297,39 +341,20 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ} | dict.fromkeys(_THREADS, "1")
 
 
-class _Reply(NamedTuple):
-    """One message of the process."""
-
-    answer: Answer
-    descriptors: list[int]
-    """Closed when it has been looked at."""
+def _hurried() -> Draining:
+    return Draining("the engine is shutting down; retry elsewhere")
 
 
-@contextlib.contextmanager
-def _received(channel: socket.socket) -> Iterator[_Reply]:
-    """The next message.
-
-    Raises:
-        ValueError: it is none.
-        OSError: there is none: the process is gone, or late.
-    """
-    message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not message:
-            raise ConnectionError("the process is gone")
-        yield _Reply(unpack_answer(message), descriptors)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+def _reason(error: OSError | Internal) -> str:
+    """On one line, with the knob where there is one."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "too many open files (ulimit -n)"
+    return str(error)
 
 
-def _is_ready(channel: socket.socket, settings: Settings) -> bool:
-    try:
-        channel.send(pack(settings))
-        with _received(channel) as reply:
-            return isinstance(reply.answer, Ready)
-    except (OSError, ValueError):
-        return False
+def _no_descriptor(job: _Job[Done, Decoded], who: str) -> MediaUnavailable:
+    reason = f"{who} has too many open files (ulimit -n) to decode it; retry later"
+    return MediaUnavailable(job.index, reason, Stage.DECODE)
 
 
 def _death(job: _Job[Done, Decoded], status: int, seconds: float) -> MediaError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from triptych.core.errors import MediaUnavailable
+from triptych.core.media import Stage
 from triptych.media.audio import decode_sound
 from triptych.media.decode import decode_here
 from triptych.media.video import decode_clip, open_clip
@@ -29,6 +31,7 @@ class InProcess:
         self._limits = limits
         self.starts = 0
         self.deaths = 0
+        self._hurried = False
 
     def start(self) -> None:
         """Nothing to do."""
@@ -37,22 +40,34 @@ class InProcess:
         self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
     ) -> Picture:
         """The pixels, decoded by the calling thread."""
+        self._check_open(index)
         return decode_here(index, data, admitted, options, fit)
 
     def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
         """What decoding a video will cost."""
+        self._check_open(index)
         with open_clip(index, data, sampling, self._limits, fit) as clip:
             return clip.survey
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """The frames, decoded by the calling thread."""
+        self._check_open(index)
         return decode_clip(index, data, sampling, self._limits, fit)
 
     def sound(
         self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
     ) -> Sound:
         """The samples, decoded by the calling thread."""
+        self._check_open(index)
         return decode_sound(index, data, rate, self._limits, window_seconds, of_film=of_film)
+
+    def hurry(self) -> None:
+        """Refuse what comes; what a thread is at cannot be stopped."""
+        self._hurried = True
+
+    def _check_open(self, index: int) -> None:
+        if self._hurried:
+            raise MediaUnavailable(index, "the engine is shutting down; retry elsewhere", Stage.DECODE)
 
     def close(self) -> None:
         """Nothing to do."""

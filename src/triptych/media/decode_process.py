@@ -13,6 +13,7 @@ engine knows; what the decoders write to stderr is nobody's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -45,9 +46,11 @@ from triptych.media.decode_wire import (
     MAX_MESSAGE,
     SAMPLE,
     TIMESTAMP,
+    Answered,
     ClipTask,
     Failed,
     Frames,
+    OutOfFiles,
     OutOfMemory,
     PictureTask,
     Pixels,
@@ -59,8 +62,8 @@ from triptych.media.decode_wire import (
     SurveyTask,
     Working,
     pack,
+    unpack_asked,
     unpack_settings,
-    unpack_task,
 )
 from triptych.media.header import Size
 from triptych.media.video import open_clip
@@ -70,7 +73,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from triptych.media.decode_wire import Answer, Task
+    from triptych.media.decode_wire import Answer, Asked, Task
 
 NICENESS = 5
 """Behind the engine, whose steps wait for no picture, and not so far that pictures wait long: a third of its share."""
@@ -108,18 +111,21 @@ class DecodeServer:
         message, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 1)
         if not message:
             return False
-        task = unpack_task(message)
+        asked = unpack_asked(message)
         try:
-            result = self._done(task, descriptors[0])
+            if not descriptors:  # the kernel found no number for it
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            result = self._done(asked, descriptors[0])
         except Exception as error:
-            result = _Result(_failure(task, error))
+            result = _Result(_failure(asked.task, error))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        socket.send_fds(self._channel, [pack(result.answer)], result.descriptors)
+        socket.send_fds(self._channel, [pack(Answered(asked.number, result.answer))], result.descriptors)
         for descriptor in result.descriptors:
             os.close(descriptor)
         return True
 
-    def _done(self, task: Task, descriptor: int) -> _Result:
+    def _done(self, asked: Asked, descriptor: int) -> _Result:
+        task = asked.task
         if isinstance(task, PictureTask):
             ceiling = picture_ceiling(Size(task.width, task.height), task.fit, task.length, self._config)
         else:
@@ -134,30 +140,32 @@ class DecodeServer:
         if isinstance(task, SurveyTask):
             with open_clip(0, data, task.sampling, self._limits, task.fit) as clip:
                 return _Result(Survey(*clip.survey))
-        return self._clip(task, data) if isinstance(task, ClipTask) else self._sound(task, data)
+        if isinstance(task, ClipTask):
+            return self._clip(asked.number, task, data)
+        return self._sound(asked.number, task, data)
 
     def _hold(self, ceiling: Ceiling) -> None:
         signal.setitimer(signal.ITIMER_PROF, ceiling.seconds)
         resource.setrlimit(resource.RLIMIT_AS, (min(_mapped() + ceiling.memory, self._most), self._most))
 
-    def _clip(self, task: ClipTask, data: bytes) -> _Result:
+    def _clip(self, number: bytes, task: ClipTask, data: bytes) -> _Result:
         with open_clip(0, data, task.sampling, self._limits, task.fit) as clip, _Paper() as paper:
-            self._work(clip_seconds(clip.survey.decoded_pixels, len(data), self._config))
+            self._work(number, clip_seconds(clip.survey.decoded_pixels, len(data), self._config))
             plan, size = clip.decode(paper.write)
             paper.write(np.array(plan.indices, INDEX))
             paper.write(np.array(plan.timestamps, TIMESTAMP))
             answer = Frames(len(plan.indices), size.height, size.width, plan.fps, plan.total, plan.duration)
             return _Result(answer, (paper.seal(),))
 
-    def _sound(self, task: SoundTask, data: bytes) -> _Result:
+    def _sound(self, number: bytes, task: SoundTask, data: bytes) -> _Result:
         with open_sound(0, data, self._limits, of_film=task.of_film) as sound, _Paper() as paper:
-            self._work(sound_seconds(sound.samples, sound.packets, len(data), self._config))
+            self._work(number, sound_seconds(sound.samples, sound.packets, len(data), self._config))
             count = sound.decode(task.rate, lambda stretch: paper.write(stretch.astype(SAMPLE, copy=False)))
             return _Result(Samples(count), (paper.seal(),))
 
-    def _work(self, seconds: float) -> None:
+    def _work(self, number: bytes, seconds: float) -> None:
         """Say what is granted from here on."""
-        self._channel.send(pack(Working(seconds)))
+        self._channel.send(pack(Answered(number, Working(seconds))))
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -202,6 +210,8 @@ def _failure(task: Task, error: Exception) -> Answer:
     """What is said of it. Hostile bytes reach decoders written by others: whatever they raise, the item is no good."""
     if isinstance(error, MediaUnavailable) or is_memory(error):
         return OutOfMemory()
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return OutOfFiles()
     if isinstance(error, MediaError):
         return Failed(error.stage, error.reason)
     if isinstance(task, PictureTask):

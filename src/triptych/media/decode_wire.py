@@ -2,15 +2,16 @@
 
     engine -> process    Settings                        once
     process -> engine    Ready                           once
-    engine -> process    Task                            with a descriptor of the encoded bytes
-    process -> engine    Working                         of a video or a sound, once it is known what it needs
+    engine -> process    Asked: a task                   with a descriptor of the encoded bytes
+    process -> engine    Answered: Working               of a video or a sound, once it is known what it needs
                          Survey                          of a video that is only looked at
                          Pixels, Frames, Samples         with a descriptor of what was decoded
-                         Failed, OutOfMemory             in their place
+                         Failed, OutOfMemory, OutOfFiles in their place
 
-Messages are strict: a field too many, one too few or one of another type is none. Neither end believes the other's
-descriptors: the process reads the length that it was told, and the engine (decode_answers.py) asks for seals that keep
-what was decoded as it is, and for exactly the bytes that the numbers come to:
+Each task has a number that nobody can guess, and its answers repeat it: what a process sent before it was asked is no
+answer. Messages are strict: a field too many, one too few or one of another type is none. Neither end believes the
+other's descriptors: the process reads the length that it was told, and the engine (decode_answers.py) asks for seals
+that keep what was decoded as it is, and for exactly the bytes that the numbers come to:
 
     Pixels     a PPM file: a line of text, then [height, width, 3] bytes
     Frames     [frames, height, width, 3] bytes, then indices, [frames] int64, then timestamps, [frames] float64
@@ -32,6 +33,8 @@ from triptych.media.header import Format  # noqa: TC001
 
 MAX_MESSAGE = 4096
 """Bytes of the longest message."""
+NUMBER = 8
+"""Bytes of a task's number."""
 MAX_REASON = 800
 """Bytes of the longest reason."""
 CHANNELS = 3
@@ -40,6 +43,7 @@ INDEX, TIMESTAMP, SAMPLE = "<i8", "<f8", "<f4"
 
 Side = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Number = Annotated[bytes, msgspec.Meta(min_length=NUMBER, max_length=NUMBER)]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +96,13 @@ class SoundTask(_Message, frozen=True, tag="sound"):
 
 
 Task = PictureTask | ClipTask | SurveyTask | SoundTask
+
+
+class Asked(_Message, frozen=True):
+    """One task."""
+
+    number: Number
+    task: Task
 
 
 class Ready(_Message, frozen=True, tag="ready"):
@@ -150,18 +161,32 @@ class OutOfMemory(_Message, frozen=True, tag="memory"):
     """The limit of memory was met."""
 
 
-Answer = Ready | Working | Pixels | Survey | Frames | Samples | Failed | OutOfMemory
+class OutOfFiles(_Message, frozen=True, tag="files"):
+    """The process, or the machine, has too many open files."""
+
+
+Answer = Working | Pixels | Survey | Frames | Samples | Failed | OutOfMemory | OutOfFiles
+
+
+class Answered(_Message, frozen=True):
+    """What came of one task, or will."""
+
+    number: Number
+    """The task's."""
+    answer: Answer
+
 
 _settings = msgspec.msgpack.Decoder(Settings)
-_tasks: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_ready = msgspec.msgpack.Decoder(Ready)
+_asked = msgspec.msgpack.Decoder(Asked)
+_answered = msgspec.msgpack.Decoder(Answered)
 
 
-def pack(message: Settings | Task | Answer) -> bytes:
+def pack(message: Settings | Ready | Asked | Answered) -> bytes:
     """As bytes; a reason is cut where it is too long."""
-    if isinstance(message, Failed):
-        short = message.reason.encode(errors="replace")[:MAX_REASON].decode(errors="ignore")
-        message = Failed(message.stage, short)
+    if isinstance(message, Answered) and isinstance(message.answer, Failed):
+        short = message.answer.reason.encode(errors="replace")[:MAX_REASON].decode(errors="ignore")
+        message = Answered(message.number, Failed(message.answer.stage, short))
     return msgspec.msgpack.encode(message)
 
 
@@ -174,22 +199,31 @@ def unpack_settings(message: bytes) -> Settings:
     return _settings.decode(message)
 
 
-def unpack_task(message: bytes) -> Task:
+def unpack_ready(message: bytes) -> Ready:
     """From bytes.
 
     Raises:
         ValueError: they are no such message.
     """
-    return _tasks.decode(message)
+    return _ready.decode(message)
 
 
-def unpack_answer(message: bytes) -> Answer:
+def unpack_asked(message: bytes) -> Asked:
     """From bytes.
 
     Raises:
         ValueError: they are no such message.
     """
-    return _answers.decode(message)
+    return _asked.decode(message)
+
+
+def unpack_answered(message: bytes) -> Answered:
+    """From bytes.
+
+    Raises:
+        ValueError: they are no such message.
+    """
+    return _answered.decode(message)
 
 
 def pixels_header(width: int, height: int) -> bytes:

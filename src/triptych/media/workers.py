@@ -76,6 +76,13 @@ class MediaWorker(Protocol):
         """The samples of a sound."""
         ...
 
+    def hurry(self) -> None:
+        """End what runs, where that can be done, and refuse what comes with MediaUnavailable, for good.
+
+        From any thread, also while another one decodes, starts or closes; does not wait.
+        """
+        ...
+
     def close(self) -> None:
         """End what was started."""
         ...
@@ -173,10 +180,19 @@ class MediaPool:
         """
         return await self._decode(data, lambda worker: worker.sound(index, data, rate, window_seconds, of_film=of_film))
 
+    def hurry(self) -> None:
+        """End what is being decoded and decode nothing any more, for good: callers get MediaUnavailable.
+
+        For the end of an engine whose grace is over, before ``close`` or while it waits. From any thread, any number
+        of times; returns at once. Who waits in the queue has a turn and is refused then.
+        """
+        for worker in self._workers:
+            worker.hurry()
+
     async def close(self) -> None:
         """Refuse what waits, let what runs end, then end the workers; what runs is bounded by its ceilings.
 
-        Goes on to its end also where nobody waits for it any more.
+        Goes on to its end also where nobody waits for it any more; ``hurry`` brings it there.
         """
         if self._end is None:
             self._end = asyncio.ensure_future(self._close())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from triptych.core.clip import Clip, FrameFit
     from triptych.core.encoder_input import EncoderInput, ItemInput
-    from triptych.core.layout import Positions
+    from triptych.core.layout import ItemLayout, Positions
     from triptych.core.media import Modality, Picture
     from triptych.core.media_options import ClipOptions, OptionLayer, PictureOptions
     from triptych.core.picture_fit import PictureFit
@@ -84,6 +84,10 @@ class Processor(Protocol):
             MediaError: its shape cannot be used (index names the item).
             UnsupportedFeature: the family reads no videos.
         """
+        ...
+
+    def fewest_tokens(self, layout: ItemLayout) -> int:
+        """How many tokens an item's marker becomes at least, known before any of them is made."""
         ...
 
     def plan(

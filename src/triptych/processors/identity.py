@@ -1,4 +1,4 @@
-"""Who an item is: 256 bits over everything that determines its encoder rows.
+"""Who an item is: 256 bits over everything that determines its encoder rows. And which prompt a prompt is.
 
 Fields are hashed with their lengths before them and a domain tag before all, so that no two different
 lists of fields give the same bytes.
@@ -7,6 +7,7 @@ lists of fields give the same bytes.
 from __future__ import annotations
 
 import json
+import struct
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -17,10 +18,14 @@ from triptych.core.layout import CONTENT_KEY_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from triptych.core.plan import PromptPlan
+
 _ITEM_DOMAIN = b"triptych.media-item.v2"
 """Carries the version of this list of fields; that of what is done to pixels is in the options' own bytes."""
 _PROCESSOR_DOMAIN = b"triptych.processor.v1"
 _MODEL_DOMAIN = b"triptych.model.v1"
+_PROMPT_DOMAIN = b"triptych.prompt.v1"
+_PLACE = struct.Struct("<6I")
 _SAMPLE_BYTES = 64
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own bound."""
@@ -48,6 +53,18 @@ def content_key(data: bytes, *, options: bytes, fingerprint: bytes, salt: str = 
     # Text from JSON may hold lone surrogates; they must hash, not raise.
     names = (salt.encode("utf-8", "surrogatepass"), uuid.encode("utf-8", "surrogatepass"))
     return _digest(_ITEM_DOMAIN, data, options, fingerprint, *names)
+
+
+def prompt_digest(plan: PromptPlan) -> bytes:
+    """32 bytes that name an expanded prompt of one model: its token ids, and who and where its items are.
+
+    How each was read is in its content key, and where its runs lie in the token ids.
+    """
+    fields = [plan.token_ids.astype("<i4", copy=False).tobytes()]
+    for item in plan.items:
+        place = _PLACE.pack(*item.grid, item.rows, item.start, len(item.runs))
+        fields += [item.modality.value.encode(), place, item.content_key]
+    return _digest(_PROMPT_DOMAIN, *fields)
 
 
 def processor_fingerprint(model_revision: bytes, *settings: bytes) -> bytes:

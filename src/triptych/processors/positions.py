@@ -34,13 +34,14 @@ def positions_of(plan: PromptPlan) -> Positions:
     filled, position = 0, 0
     for index, item in enumerate(plan.items):
         cells = _cells(index, item, plan.spatial_merge)
-        for run in item.runs:
-            text = run.start - filled
-            table[:, filled : run.start] = np.arange(position, position + text)
-            position += text
-            table[:, run.start : run.end] = cells + position
-            position += max(item.grid.h, item.grid.w) // plan.spatial_merge
-            filled = run.end
+        rows, step = cells.shape[1], max(item.grid.h, item.grid.w) // plan.spatial_merge
+        starts = np.array([run.start for run in item.runs], dtype=np.int64)
+        # As if all were text, but that a run before it moves what follows by ``step``, and not by its rows.
+        before = np.repeat(np.arange(len(starts)), np.diff(starts + rows, prepend=filled))
+        table[:, filled : item.end] = np.arange(position, position + item.end - filled) + before * (step - rows)
+        firsts = table[0, starts]
+        table[:, starts[:, None] + np.arange(rows)] = cells[:, None] + firsts[:, None]  # [axes, runs, rows]
+        filled, position = item.end, int(firsts[-1]) + step
     table[:, filled:] = np.arange(position, position + len(plan) - filled)
     next_position = position + len(plan) - filled
     return Positions(_read_only(table), next_position - len(plan))

@@ -29,7 +29,13 @@ from triptych.processors.expand import ItemText, check_counts, expand
 from triptych.processors.identity import processor_fingerprint
 from triptych.processors.pixel_settings import CHANNELS, OF_PICTURES, PixelSettings
 from triptych.processors.positions import positions_of
-from triptych.processors.video_prompt import VideoTokens, group_times, video_text, written_before
+from triptych.processors.video_prompt import (
+    FEWEST_WRITTEN,
+    VideoTokens,
+    group_times,
+    video_text,
+    written_before,
+)
 from triptych.processors.video_settings import VideoSettings
 
 if TYPE_CHECKING:
@@ -164,6 +170,10 @@ class Qwen3VLProcessor:
         if self._videos is None:
             raise UnsupportedFeature("video is not accepted here: the checkpoint has no settings for videos")
         return self._videos
+
+    def fewest_tokens(self, layout: ItemLayout) -> int:
+        """Its rows, and what is written around each group of frames."""
+        return layout.span + FEWEST_WRITTEN * len(layout.times)
 
     def plan(
         self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from triptych.core.clip import Clip, FrameFit
     from triptych.core.encoder_input import EncoderInput, ItemInput
-    from triptych.core.layout import Positions
+    from triptych.core.layout import ItemLayout, Positions
     from triptych.core.media import Modality, Picture
     from triptych.core.media_options import ClipOptions, PictureOptions
     from triptych.core.picture_fit import PictureFit
@@ -63,6 +63,10 @@ class TextProcessor:
         raise UnsupportedFeature("video is not accepted here; accepted: text only")
 
     def clip_input(self, index: int, clip: Clip, content_key: bytes) -> EncoderInput:
+        """Never: likewise."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def fewest_tokens(self, layout: ItemLayout) -> int:
         """Never: likewise."""
         raise AssertionError("check_counts refuses every item first")
 

@@ -10,6 +10,7 @@ marker in the prompt stays, so the outer vision marks of the chat template remai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 Tokenise = Callable[[str], Sequence[int]]
 """Text to ids among which there are no added tokens, nor what the tokenizer itself would add."""
 
-
+FEWEST_WRITTEN = 3
+"""Tokens around the rows of a group: its time, of one at least, and a mark on either side."""
 _MOST_BEFORE = len(f"<{MAX_SECONDS:.1f} seconds>") + 1
 """Tokens that a time and the mark behind it can have: one a character."""
 
@@ -68,17 +70,15 @@ def video_text(times: Sequence[float], grid: Grid, merge: int, tokens: VideoToke
             stands on both sides of it.
     """
     rows = (grid.h // merge) * (grid.w // merge)
-    pieces: list[npt.NDArray[np.int32]] = []
-    runs: list[Run] = []
-    at = 0
-    for _, seconds in zip(range(grid.t), times, strict=True):
-        before = np.array([*tokenise(time_text(seconds)), tokens.start], dtype=np.int32)
-        pieces += [before, np.full(rows, tokens.pad, dtype=np.int32), np.array([tokens.end], dtype=np.int32)]
-        runs.append(Run(at + len(before), rows))
-        at = runs[-1].end + 1
-    token_ids = np.concatenate(pieces)
+    written = [[*tokenise(time_text(seconds)), tokens.start] for _, seconds in zip(range(grid.t), times, strict=True)]
+    sizes = np.array([len(text) for text in written])
+    groups = np.arange(grid.t) * (rows + 1)
+    starts = np.cumsum(sizes) + groups  # of each group's rows
+    token_ids = np.full(int(starts[-1]) + rows + 1, tokens.pad, dtype=np.int32)
+    token_ids[np.arange(sizes.sum()) + np.repeat(groups, sizes)] = list(chain.from_iterable(written))
+    token_ids[starts + rows] = tokens.end
     token_ids.setflags(write=False)
-    return ItemText(token_ids, tuple(runs))
+    return ItemText(token_ids, tuple(Run(start, rows) for start in starts.tolist()))
 
 
 def written_before(token_ids: npt.NDArray[np.int32], tokenise: Tokenise) -> int:

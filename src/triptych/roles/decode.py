@@ -1,7 +1,7 @@
 """The decode role: one process goes on from prompts that others computed.
 
-    accept     is the session of this model, of this prompt, and still there?
-    submit     position the plan, and into the engine's queue; nothing is downloaded, decoded, preprocessed, tokenised
+    accept     is the session of this model, of this prompt, and still there? its plan is positioned
+    submit     into the engine's queue; nothing is downloaded, decoded, preprocessed, tokenised
     admitted   the engine has room, and fetches the KV              -> the caller has an Answer
     take       the first token, which came with the session, then the engine's own
     Answer     detokenise, match stop strings, join                 -> the caller
@@ -23,7 +23,14 @@ from triptych.core.request import Resume
 from triptych.core.session import KvSession
 from triptych.roles.aggregated import refuse_encoding
 from triptych.roles.fan_out import fan_out
-from triptych.roles.session_checks import check_adapter, check_blocks, check_first, check_lease, check_origin
+from triptych.roles.session_checks import (
+    check_adapter,
+    check_blocks,
+    check_first,
+    check_lease,
+    check_origin,
+    check_prepared,
+)
 
 if TYPE_CHECKING:
     from triptych.core.handles import KvLayout
@@ -120,6 +127,8 @@ class Decode:
     ) -> None:
         prepared = await self._intake.prepare(draft, ticket)
         check_blocks(session, len(prepared.request.plan))
+        if session.plan is None:
+            check_prepared(session, prepared.request.plan)
         if answer.wanted():
             answer.stages = prepared.stages
             outputs = fan_out(replace(prepared.request, inputs=()), answer.serials, prepared.end)

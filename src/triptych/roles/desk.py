@@ -27,6 +27,7 @@ from triptych.roles.contract import (
     RoleName,
 )
 from triptych.roles.kv_feed import KvFeed
+from triptych.roles.loop_lag import LoopLag
 from triptych.roles.probe import InferenceProbe, one_picture, one_token
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Desk:
         else:
             self._probe = InferenceProbe(self, one_token(frontend.model, next(iter(frontend.eos_token_ids), 0)))
         engine.start(self._deliver)
+        self._lag = LoopLag(self._loop)
 
     @property
     def model(self) -> ModelDescription:
@@ -193,6 +195,7 @@ class Desk:
             **intake.statistics(),
             "adapters": intake.adapters.statistics(),
             "kv_events": self._kv_feed.statistics(),
+            "event_loop": self._lag.statistics(),
         }
         if intake.compiler is not None:
             ledgers["grammars"] = intake.compiler.statistics()
@@ -244,6 +247,7 @@ class Desk:
 
     async def _drain(self, grace: float) -> None:
         async with AsyncExitStack() as ends:  # all of them, whatever goes wrong before
+            ends.callback(self._lag.close)
             ends.push_async_callback(self._intake.close)
             ends.push_async_callback(asyncio.to_thread, self._engine.stop)
             try:
@@ -253,6 +257,8 @@ class Desk:
                         await self._leases.idle()
             except TimeoutError:
                 self._live.fail_all(Draining("the engine is shutting down"))
+                if self._intake.media is not None:
+                    self._intake.media.hurry()
             await self._live.settled()
             if self._leases is not None:
                 self._leases.abort_all()

@@ -1,8 +1,8 @@
 """From a client's request to one the engine can run: tokens, pictures, plan, positions.
 
 ``validate`` is everything that can be refused before acceptance, ``prepare`` everything that opens
-media (``media_intake.py``). Neither blocks the event loop: text of any length worth a millisecond and all work on media
-go to bounded pools.
+media (``media_intake.py``). Neither blocks the event loop: prompts of any length worth a millisecond and all work on
+media go to bounded pools. Where no media are to be opened, the prompt is planned and positioned before acceptance.
 
 Of a request with encoder outputs (``consume``) everything but the rows is known before acceptance, and
 nothing is opened: the prompt is planned from the layouts that came with them.
@@ -20,6 +20,7 @@ import numpy as np
 
 from triptych.core.encoder_input import EncodedInput
 from triptych.core.errors import (
+    Internal,
     InvalidRequest,
     PromptTooLong,
     RoleMismatch,
@@ -35,6 +36,7 @@ from triptych.roles.logprob_bounds import (
     check_prompt_start,
 )
 from triptych.roles.media_intake import OPENINGS
+from triptych.roles.prompt_thread import PromptThread, is_long
 from triptych.roles.row_ticket import RowTicket
 from triptych.roles.session_checks import check_plan, check_prompt
 from triptych.roles.tokenising import Tokenising, window
@@ -45,8 +47,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.adapter import Adapter
-    from triptych.core.encoder_input import EncoderInput, ItemInput
+    from triptych.core.encoder_input import ItemInput
     from triptych.core.guide import Grammar, Guide
+    from triptych.core.layout import Positions
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
@@ -58,6 +61,15 @@ if TYPE_CHECKING:
 _NO_ROWS = np.empty((0, 0), np.uint8)
 
 
+class Planned(NamedTuple):
+    """An expanded prompt, by whoever expanded it."""
+
+    plan: PromptPlan
+    positions: Positions
+    inputs: tuple[ItemInput, ...] = ()
+    """Of its items, where they are opened; without rows where these are on their way."""
+
+
 class Draft(NamedTuple):
     """A valid request whose media are not yet open."""
 
@@ -67,15 +79,8 @@ class Draft(NamedTuple):
     grammar: Grammar | None
     arrival: float
     """Monotonic seconds."""
-    plan: PromptPlan | None = None
-    """What is expanded already, by another engine or with the layouts of its encoder outputs."""
-
-
-class _Planned(NamedTuple):
-    """A plan with its encoder inputs."""
-
-    plan: PromptPlan
-    inputs: tuple[ItemInput, ...]
+    planned: Planned | None
+    """None where media are to be opened first."""
 
 
 class Prepared(NamedTuple):
@@ -118,7 +123,8 @@ class Intake:
         self.media = media
         self.rows = rows
         self._requires_rows = requires_rows
-        self._tokenising = Tokenising(frontend.model, frontend.tokenizer, frontend.vocab_size)
+        self._thread = PromptThread()
+        self._tokenising = Tokenising(frontend.model, frontend.tokenizer, frontend.vocab_size, self._thread)
 
     @property
     def frontend(self) -> Frontend:
@@ -154,7 +160,10 @@ class Intake:
         self._check_length(len(token_ids), request.stopping.min_tokens)
         front.processor.check_counts(token_ids, [item.modality for item in request.media])
         self._check_logprobs(request, len(token_ids), expanded=not request.media)
-        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival)
+        planned = None
+        if not request.media:
+            planned = await self._thread.run(lambda: self._plan(request, token_ids, ()), long=is_long(len(token_ids)))
+        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, planned)
 
     async def consume(self, request: GenerateRequest, arrival: float) -> Draft:
         """Check a request with encoder outputs, and plan its prompt; nothing is opened, and no rows are taken yet.
@@ -170,14 +179,13 @@ class Intake:
         layouts = [item.layout for item in self.rows.check(request.references, front.processor, time.time_ns())]
         token_ids = await self._tokenising.ids(request.prompt)
         front.processor.check_counts(token_ids, [layout.modality for layout in layouts])
-        expanded = len(token_ids) + sum(layout.span - 1 for layout in layouts)
-        self._check_length(expanded, request.stopping.min_tokens)  # before there is anything of this size
-        self._check_logprobs(request, expanded, expanded=True)
-        plan, _ = front.processor.plan(token_ids, [EncodedInput(layout, _NO_ROWS) for layout in layouts])
-        if len(plan) > expanded:  # what is written between the groups of a video is known now
-            self._check_length(len(plan), request.stopping.min_tokens)
-            self._check_logprobs(request, len(plan), expanded=True)
-        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, plan)
+        fewest = len(token_ids) + sum(front.processor.fewest_tokens(layout) - 1 for layout in layouts)
+        exact = not any(layout.times for layout in layouts)
+        self._check_length(fewest, request.stopping.min_tokens, exact=exact)  # before there is anything of this size
+        self._check_logprobs(request, fewest, expanded=False)
+        inputs = [EncodedInput(layout, _NO_ROWS) for layout in layouts]
+        planned = await self._thread.run(lambda: self._plan(request, token_ids, inputs), long=is_long(fewest, layouts))
+        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, planned)
 
     async def attach(self, request: GenerateRequest, plan: PromptPlan, arrival: float) -> Draft:
         """Check a request of which another engine has prepared the prompt; nothing of it is tokenised or opened.
@@ -185,15 +193,20 @@ class Intake:
         Raises:
             TriptychError: the request is refused and nothing is held.
         """
-        front = self._front
         adapter = self._check_model(request)
         self._check_length(len(plan), request.stopping.min_tokens)
-        check_plan(plan, front.processor, front.vocab_size)
-        check_prompt(request, plan, front.processor)
+        positions = await self._thread.run(lambda: self._positions(request, plan), long=is_long(len(plan), plan.items))
         self._check_logprobs(request, len(plan), expanded=True)
         grammar = await self._compile(request.guide)
         bare = replace(request, media=(), references=())
-        return Draft(bare, plan.token_ids, adapter, grammar, arrival, plan)
+        return Draft(bare, plan.token_ids, adapter, grammar, arrival, Planned(plan, positions))
+
+    def _positions(self, request: GenerateRequest, plan: PromptPlan) -> Positions:
+        """Of another engine's plan, once it is looked through. On any thread."""
+        front = self._front
+        check_plan(plan, front.processor, front.vocab_size)
+        check_prompt(request, plan, front.processor)
+        return front.processor.positions(plan)
 
     def _check_model(self, request: GenerateRequest) -> Adapter | None:
         """What only needs to know the model; returns the adapter."""
@@ -244,11 +257,13 @@ class Intake:
         if expanded:
             check_prompt_start(request.logprobs, prompt_tokens)
 
-    def _check_length(self, tokens: int, min_tokens: int) -> None:
+    def _check_length(self, tokens: int, min_tokens: int, *, exact: bool = True) -> None:
         """An answer needs room for one token, and for as many as it must have."""
         if tokens + max(min_tokens, 1) > self._front.model.max_context:
             answer = f" and min_tokens asks for {min_tokens} more" if min_tokens else ""
-            raise PromptTooLong(f"the prompt has {tokens} tokens{answer}; {window(self._front.model)}")
+            raise PromptTooLong(
+                f"the prompt has {'' if exact else 'at least '}{tokens} tokens{answer}; {window(self._front.model)}"
+            )
 
     async def prepare(self, draft: Draft, ticket: Ticket | RowTicket | None) -> Prepared:
         """Open the media, or wait for their rows; expand the prompt and position it.
@@ -261,36 +276,39 @@ class Intake:
         """
         if isinstance(ticket, RowTicket):
             return await self._take_rows(draft, ticket)
-        if ticket is None:
-            request = self._request(draft, self._plan(draft, []))
-        else:
-            request = await ticket.run(self._open(draft, ticket))
-        return Prepared(request, (Span("prepare", draft.arrival, time.monotonic()),))
+        planned = draft.planned
+        if planned is None:
+            if ticket is None:
+                raise Internal("a request with media was accepted without a place in line for them")
+            planned = await ticket.run(self._open(draft, ticket))
+        return Prepared(self._request(draft, planned), (Span("prepare", draft.arrival, time.monotonic()),))
 
     async def _take_rows(self, draft: Draft, ticket: RowTicket) -> Prepared:
-        """Position the prompt while the rows are on their way; the request holds them from then on."""
-        request = self._request(draft, self._plan(draft, []))
+        """Wait for the rows; the request holds them from then on."""
         rows = await ticket.take()
-        inputs = tuple(EncodedInput(layout, own) for layout, own in zip(request.plan.items, rows, strict=True))
+        planned = draft.planned
+        if planned is None:
+            raise Internal("a request with encoder outputs was accepted without a plan")
+        inputs = tuple(EncodedInput(layout, own) for layout, own in zip(planned.plan.items, rows, strict=True))
         stages = Span("prepare", draft.arrival, ticket.begun), Span("rows", ticket.begun, time.monotonic())
-        return Prepared(replace(request, inputs=inputs), stages)
+        return Prepared(self._request(draft, planned._replace(inputs=inputs)), stages)
 
-    async def _open(self, draft: Draft, ticket: Ticket) -> Request:
+    async def _open(self, draft: Draft, ticket: Ticket) -> Planned:
         media = self._media_intake()
         with media.holding() as holding:
             items = await media.read(draft.request, ticket, holding)
             inputs = await media.open(ticket, await media.look(items))
-        return await media.on_thread(lambda: self._request(draft, self._plan(draft, inputs)))
+        return await media.on_thread(lambda: self._plan(draft.request, draft.token_ids, inputs))
 
-    def _plan(self, draft: Draft, inputs: Sequence[EncoderInput]) -> _Planned:
-        if draft.plan is not None:
-            return _Planned(draft.plan, ())
-        plan, placed = self._front.processor.plan(draft.token_ids, inputs)
-        self._check_length(len(plan), draft.request.stopping.min_tokens)
-        self._check_logprobs(draft.request, len(plan), expanded=True)
-        return _Planned(plan, placed)
+    def _plan(self, request: GenerateRequest, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]) -> Planned:
+        """Expand the prompt and position it. On any thread."""
+        processor = self._front.processor
+        plan, placed = processor.plan(token_ids, inputs)
+        self._check_length(len(plan), request.stopping.min_tokens)
+        self._check_logprobs(request, len(plan), expanded=True)
+        return Planned(plan, processor.positions(plan), placed)
 
-    def _request(self, draft: Draft, planned: _Planned) -> Request:
+    def _request(self, draft: Draft, planned: Planned) -> Request:
         asked = draft.request
         room = self._front.model.max_context - len(planned.plan)
         stopping = asked.stopping
@@ -298,7 +316,7 @@ class Intake:
         return Request(
             request_id=asked.request_id,
             plan=planned.plan,
-            positions=self._front.processor.positions(planned.plan),
+            positions=planned.positions,
             inputs=planned.inputs,
             sampling=sampling
             if sampling.seed is not None
@@ -327,6 +345,6 @@ class Intake:
         """
         async with AsyncExitStack() as ends:
             ends.push_async_callback(self.adapters.close)
-            for part in (self.compiler, self.rows, self._tokenising, self.media):
+            for part in (self.compiler, self.rows, self._thread, self.media):
                 if part is not None:
                     ends.push_async_callback(part.close)

@@ -6,23 +6,41 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from triptych.core.config import MIB
+
 if TYPE_CHECKING:
     from triptych.core.layout import ItemLayout
 
-MAX_KNOWN_ITEMS = 16_384
-"""About a kilobyte each."""
+MAX_KNOWN_BYTES = 16 * MIB
+"""Some sixteen thousand pictures, or a thousand videos of several hundred steps."""
+_ITEM_BYTES, _TIME_BYTES, _RUN_BYTES, _FRAMING_BYTES = 1024, 32, 112, 40
+"""Measured and rounded up: an item of one run, and what each of the others adds."""
+
+
+def size_of(layout: ItemLayout) -> int:
+    """Memory that it takes, in bytes."""
+    return (
+        _ITEM_BYTES
+        + _TIME_BYTES * len(layout.times)
+        + _RUN_BYTES * (len(layout.runs) - 1)
+        + _FRAMING_BYTES * len(layout.framing)
+    )
 
 
 class KnownItems:
     """Layouts by content key, the least recently used forgotten first. From any thread.
 
     Whether the rows are still cached is the engine's to know: it says so when they are not.
+
+    Args:
+        capacity: bytes; one layout that is larger is not remembered.
     """
 
-    def __init__(self, limit: int = MAX_KNOWN_ITEMS) -> None:
-        self._limit = limit
+    def __init__(self, capacity: int = MAX_KNOWN_BYTES) -> None:
+        self._capacity = capacity
         self._lock = threading.Lock()
         self._layouts: OrderedDict[bytes, ItemLayout] = OrderedDict()
+        self._bytes = 0
         self._hits = 0
         self._misses = 0
 
@@ -39,13 +57,17 @@ class KnownItems:
 
     def remember(self, layout: ItemLayout) -> None:
         """The engine has the item."""
+        if size_of(layout) > self._capacity:
+            return  # all others would go for it, and then itself
         with self._lock:
+            before = self._layouts.pop(layout.content_key, None)
+            self._bytes += size_of(layout) - (0 if before is None else size_of(before))
             self._layouts[layout.content_key] = layout
-            self._layouts.move_to_end(layout.content_key)
-            while len(self._layouts) > self._limit:
-                self._layouts.popitem(last=False)
+            while self._bytes > self._capacity:
+                _, oldest = self._layouts.popitem(last=False)
+                self._bytes -= size_of(oldest)
 
     def statistics(self) -> dict[str, float]:
         """Counts as of now."""
         with self._lock:
-            return {"items": len(self._layouts), "hits": self._hits, "misses": self._misses}
+            return {"items": len(self._layouts), "bytes": self._bytes, "hits": self._hits, "misses": self._misses}

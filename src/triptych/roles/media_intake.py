@@ -83,6 +83,10 @@ class Decoder(Protocol):
         """The chosen frames of a video, in the size that the model looks at."""
         ...
 
+    def hurry(self) -> None:
+        """End what runs, refuse what comes: who waits for it has MediaUnavailable."""
+        ...
+
     async def close(self) -> None:
         """Let what runs end, refuse what waits."""
         ...
@@ -374,6 +378,10 @@ class MediaIntake:
     def counts(self) -> dict[str, float]:
         """How often the costly things were done."""
         return dict(self._counts)
+
+    def hurry(self) -> None:
+        """Nobody waits any more for what is being decoded, and nothing shall be: a long video ends at once."""
+        self._decoder.hurry()
 
     async def close(self) -> None:
         """Wait for both pools, in whichever order they end; there must be no new work.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from triptych.core.errors import Internal, RoleMismatch
 from triptych.core.events import FinishReason, Prefilled, PrefillReady, Usage
 from triptych.core.session import KvSession
+from triptych.processors.identity import prompt_digest
 from triptych.roles.aggregated import refuse_encoding
 from triptych.roles.fan_out import fan_out
 from triptych.roles.handover_answer import HandoverAnswer
@@ -118,6 +119,7 @@ class _Handoff:
         session = KvSession(
             handle=leader.handle,
             plan=request.plan,
+            prompt=prompt_digest(request.plan),
             first=tuple(_open_ended(output.first) for output in outputs),
             seed=request.sampling.seed,
             cached_prompt_tokens=leader.usage.cached_prompt_tokens,

@@ -2,7 +2,8 @@
 
 What another engine made is believed where a check would cost what the session saves: a prompt that comes as text is not
 tokenised to be compared with the plan, and pictures that come with it are not opened. Token ids are compared: expanded,
-or as they were before the expansion, with one marker for each item.
+or as they were before the expansion, with one marker for each item. A prompt that must be prepared again, since the
+session came without a plan, has to become the very same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from triptych.core.errors import InvalidRequest, KvSessionNotFound, PlaceholderMismatch, SessionMismatch
 from triptych.core.logprobs import GivenIds, TopN
+from triptych.processors.identity import prompt_digest
 
 if TYPE_CHECKING:
     from triptych.core.adapter import Adapter
@@ -125,6 +127,21 @@ def check_blocks(session: KvSession, tokens: int) -> None:
     if session.handle.blocks != blocks:
         raise InvalidRequest(
             f"kv.session has {session.handle.blocks} KV blocks; the prompt's {tokens} tokens fill {blocks}"
+        )
+
+
+def check_prepared(session: KvSession, plan: PromptPlan) -> None:
+    """Refuse a prompt that was expanded here, for want of the session's plan, to another one than was computed.
+
+    Raises:
+        SessionMismatch: saying what it may be.
+    """
+    digest = prompt_digest(plan)
+    if session.prompt != digest:
+        raise SessionMismatch(
+            "kv.session has no plan that this engine can read, and its prompt, prepared again, is another one "
+            f"(digest {digest.hex()[:16]} here, {session.prompt.hex()[:16]} there); both engines need the same prompt, "
+            "media, media_options and salt, and the same --media-options and --max-clip-frames"
         )
 
 

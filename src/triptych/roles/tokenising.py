@@ -1,25 +1,22 @@
-"""Prompts to token ids: on the event loop where that takes no time, on a worker of its own where it might."""
+"""Prompts to token ids, and how many of them there may be."""
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from triptych.core.errors import InvalidRequest, Overloaded, PromptTooLong
+from triptych.core.errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.roles.contract import ModelDescription
+    from triptych.roles.prompt_thread import PromptThread
     from triptych.text.tokenizer import Tokenizer
 
 LONG_TEXT = 2048
 """Characters of prompt text from which tokenising leaves the event loop."""
-MAX_TOKENISING = 64
-"""Long texts that are being tokenised or wait for it; one more is refused as overloaded."""
 
 
 def window(model: ModelDescription) -> str:
@@ -34,16 +31,16 @@ class Tokenising:
         model: whose context window bounds prompts.
         tokenizer: its own.
         vocab_size: likewise.
+        thread: for long texts.
     """
 
-    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, model: ModelDescription, tokenizer: Tokenizer, vocab_size: int, thread: PromptThread) -> None:
         self.texts = 0
         """Tokenised since the start."""
         self._model = model
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._under_way = 0
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
+        self._thread = thread
 
     async def ids(self, prompt: str | tuple[int, ...]) -> npt.NDArray[np.int32]:
         """The prompt's token ids; media markers stay as they are.
@@ -51,7 +48,7 @@ class Tokenising:
         Raises:
             InvalidRequest: an id is outside the vocabulary, or there is none.
             PromptTooLong: the text cannot fit, which is said before it is tokenised.
-            Overloaded: too many long texts wait.
+            Overloaded: too many long prompts wait.
         """
         if not isinstance(prompt, str):
             token_ids = np.asarray(prompt, dtype=np.int64)
@@ -63,20 +60,7 @@ class Tokenising:
         if fewest >= self._model.max_context:
             raise PromptTooLong(f"the prompt has at least {fewest} tokens; {window(self._model)}")
         self.texts += 1
-        if len(prompt) < LONG_TEXT:
-            ids = self._tokenizer.encode(prompt)
-        elif self._under_way >= MAX_TOKENISING:
-            raise Overloaded(f"{self._under_way} long texts already wait to be tokenised; retry later")
-        else:
-            self._under_way += 1
-            try:
-                ids = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, prompt)
-            finally:
-                self._under_way -= 1
+        ids = await self._thread.run(lambda: self._tokenizer.encode(prompt), long=len(prompt) >= LONG_TEXT)
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
         return np.asarray(ids, dtype=np.int32)
-
-    async def close(self) -> None:
-        """Wait for the worker and for what waits for it: that is bounded."""
-        await asyncio.to_thread(self._pool.shutdown, wait=True)

@@ -166,6 +166,7 @@ def _attributes(session: KvSession) -> dict[str, str]:
         "triptych_layout": " ".join(map(str, astuple(handle.layout))),
         "triptych_blocks": str(handle.blocks),
         "triptych_state": to_base64(handle.state),
+        "triptych_prompt": session.prompt.hex(),
         "triptych_first": to_base64(encode_first(session.first)),
         "triptych_seed": str(session.seed),
         "triptych_cached": str(session.cached_prompt_tokens),
@@ -229,6 +230,7 @@ def _session(message: pb.KvSessionRef, own: Mapping[str, str]) -> KvSession:
     return KvSession(
         handle=handle,
         plan=plan,
+        prompt=_digest(own, "triptych_prompt", (_DIGEST_BYTES,)),
         first=first,
         seed=_number(own, "triptych_seed", 0, 2**64 - 1),
         cached_prompt_tokens=cached,

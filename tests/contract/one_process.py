@@ -1,0 +1,57 @@
+"""One process that decodes, and what tests of it share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.corpus.drawn import RGB
+from tests.corpus.picture_files import PNG_RGB, png
+from triptych.core.config import MediaLimits
+from triptych.core.media_options import PictureOptions
+from triptych.media.decode import admit_picture
+from triptych.media.decode_host import START_SECONDS
+from triptych.media.limits import RequestBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from triptych.media.decode_host import DecodeProcess
+
+LIMITS = MediaLimits()
+OPTIONS = PictureOptions()
+GOOD = png(RGB, PNG_RGB)
+
+
+def decode(worker: DecodeProcess, data: bytes = GOOD) -> np.ndarray:
+    return worker.picture(0, data, admit_picture(0, data, RequestBudget(LIMITS)), OPTIONS).pixels
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether it has ended; what nobody waits for may still be listed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def is_stopped(pid: int) -> bool:
+    return "T (stopped)" in Path(f"/proc/{pid}/status").read_text()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+def was_asked(worker: DecodeProcess) -> bool:
+    """Whether a task lies in the process's queue: its channel then waits for the answer."""
+    return worker._channel is not None and worker._channel._socket.gettimeout() not in (START_SECONDS, 0, None)
