@@ -180,7 +180,7 @@ def test_what_is_too_large_even_alone_is_overload_and_says_what_to_lower(
         bench.run([text("long", 31), text("a", 5), shown("large", 7, rows=8), shown("b", 1)])
     for name, words in {
         "long": r"compute 31 token\(s\) .*retry later.* --max-batched-tokens$",
-        "large": r"media item 0 .*: 32 encoder tokens .*retry later.* max_pixels \(longest_edge\).*, or in media_options$",
+        "large": r"media item 0 .*: 32 encoder tokens .*retry .* max_pixels \(longest_edge\).*, or in media_options$",
     }.items():
         end = bench.ends[name]
         assert isinstance(end, Failed)
