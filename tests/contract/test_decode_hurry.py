@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -48,8 +49,11 @@ def long_film() -> bytes:
 
 def decodes(pid: int) -> bool:
     """Whether there is already something to write the frames to."""
-    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
-    return any("memfd:decoded" in link for link in links)
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:decoded" in os.readlink(link):
+                return True
+    return False
 
 
 @pytest.mark.parametrize("close_first", [False, True])

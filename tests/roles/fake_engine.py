@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.checkpoints import write_video_settings
 from tests.roles.media_parts import media_intake
 from triptych.cli.flags import DEMO, model_directory
 from triptych.core.config import MediaLimits
@@ -32,12 +34,14 @@ from triptych.transport.contract import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from pathlib import Path
 
     from triptych.core.adapter import Adapter, AdapterInfo
     from triptych.core.events import EngineEvent, Span
     from triptych.core.kv_events import KvChange
     from triptych.core.media_options import OptionLayer
     from triptych.core.request import EncodeRequest, Request
+    from triptych.processors.contract import Processor
     from triptych.roles.media_intake import Fetcher
     from triptych.transport.contract import SessionEvent
 
@@ -63,6 +67,14 @@ def frontend(vocab_size: int = 1024) -> Frontend:
         image_token_id=next(iter(processor.placeholders.values())),
     )
     return Frontend(model, tokenizer, processor, tokenizer.eos_token_ids, vocab_size, MediaLimits())
+
+
+def video_processor(directory: Path) -> Processor:
+    """The demo model's, if it read videos; its files are written to a directory that is empty."""
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(model_directory(DEMO) / name, directory)
+    write_video_settings(directory)
+    return load_processor(directory, frontend().tokenizer.encode_plain)
 
 
 @dataclass

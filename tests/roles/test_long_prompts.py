@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.checkpoints import write_video_settings
-from tests.roles.fake_engine import frontend
+from tests.roles.fake_engine import frontend, video_processor
 from tests.roles.row_fakes import LAYOUT, VOCABULARY, Encoder, reference, terms
-from triptych.cli.flags import DEMO, model_directory
 from triptych.core.encoder_input import EncodedInput
 from triptych.core.errors import Overloaded, PromptTooLong
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.logprobs import LogprobOptions
 from triptych.core.media import Modality
 from triptych.core.request import GenerateRequest
-from triptych.processors.registry import load_processor
 from triptych.roles.adapters import Adapters
 from triptych.roles.intake import Intake
 from triptych.roles.prompt_thread import LONG_PROMPT, MANY_TIMES, MAX_LONG_PROMPTS, PromptThread, is_long
@@ -68,12 +64,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    """The demo model's, if it read videos."""
-    directory = tmp_path_factory.mktemp("videos")
-    for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "model.safetensors"):
-        shutil.copy(model_directory(DEMO) / name, directory)
-    write_video_settings(directory)
-    return load_processor(directory, frontend().tokenizer.encode_plain)
+    return video_processor(tmp_path_factory.mktemp("videos"))
 
 
 @pytest.fixture

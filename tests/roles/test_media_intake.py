@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.contract.test_clip_corpus import good_clips
 from tests.drawings import shape_png
 from tests.roles.encoder_asks import ready_of
-from tests.roles.fake_engine import FakeEngine, fake_encoder, fake_role, frontend
-from triptych.core.errors import Cancelled, Draining, InvalidRequest, MediaError, Overloaded, TriptychError
+from tests.roles.fake_engine import FakeEngine, fake_encoder, fake_role, frontend, video_processor
+from triptych.core.errors import (
+    Cancelled,
+    Draining,
+    InvalidRequest,
+    MediaError,
+    MediaUnavailable,
+    Overloaded,
+    TriptychError,
+)
 from triptych.core.media import MediaItem, Modality, RawBytes, Stage, Url
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest
@@ -25,7 +34,9 @@ from triptych.roles.media_intake import MediaIntake
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
+    from triptych.core.clip import ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
     from triptych.core.media import Picture
@@ -86,6 +97,13 @@ class Servers:
         return FetchStatistics(0, 0, 0, 0, 0, 0, 0, self.open)
 
 
+async def opened(intake: MediaIntake, request: GenerateRequest, ticket: Ticket) -> tuple[EncoderInput, ...]:
+    """The items, as an engine opens them."""
+    with intake.holding() as holding:
+        items = await intake.read(request, ticket, holding)
+        return await intake.open(ticket, await intake.look(items))
+
+
 class Bench:
     """One engine's media intake."""
 
@@ -98,15 +116,10 @@ class Bench:
         front = replace(front, limits=self.limits)
         self.intake = MediaIntake(front, pool, self.servers, server or OptionLayer())
 
-    async def _prepare(self, request: GenerateRequest, ticket: Ticket) -> tuple[EncoderInput, ...]:
-        with self.intake.holding() as holding:
-            items = await self.intake.read(request, ticket, holding)
-            return await self.intake.open(ticket, await self.intake.look(items))
-
     def begin(self, request: GenerateRequest) -> tuple[Ticket, asyncio.Task[tuple[EncoderInput, ...]]]:
         self.intake.check(request)
         ticket = self.intake.enter(request)
-        return ticket, asyncio.create_task(ticket.run(self._prepare(request, ticket)))
+        return ticket, asyncio.create_task(ticket.run(opened(self.intake, request, ticket)))
 
     async def prepare(self, request: GenerateRequest) -> tuple[EncoderInput, ...]:
         return await self.begin(request)[1]
@@ -200,6 +213,30 @@ async def test_a_video_of_which_less_is_looked_at_is_another(make: Callable[...,
     assert await key(few, of_video()) != await key(more, of_video())
     assert await key(few, of_video()) == await key(more, of_video(max_frames=4))
     assert await key(few, of_video(max_frames=2)) == await key(more, of_video(max_frames=2))
+
+
+async def test_a_video_that_comes_to_more_than_was_announced_is_not_taken(tmp_path: Path) -> None:
+    class Lying(InProcess):
+        """As a process that a file has taken over: it weighs little, and is large."""
+
+        def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
+            return super().survey(index, data, sampling, fit)._replace(kept_pixels=1)
+
+    front = replace(frontend(), processor=video_processor(tmp_path))
+    media = (MediaItem(Modality.VIDEO, RawBytes(good_clips()["growing"][0])),)
+
+    async def open_with(worker: InProcess) -> int:
+        intake = MediaIntake(front, MediaPool([worker], 1024), None, OptionLayer())
+        request = replace(of(), media=media)
+        ticket = intake.enter(request)
+        try:
+            return len(await ticket.run(opened(intake, request, ticket)))
+        finally:
+            await intake.close()
+
+    assert await open_with(InProcess(front.limits)) == 1
+    with pytest.raises(MediaUnavailable, match="media item 0: decode: its decoder gave more than it had announced"):
+        await open_with(Lying(front.limits))
 
 
 async def test_without_a_memory_it_is_prepared_each_time_and_once_at_a_time(make: Callable[..., Bench]) -> None:

@@ -120,7 +120,10 @@ class MediaError(InvalidRequest):
 
 
 class MediaUnavailable(MediaError):
-    """Expected. The item could not be had just now: its server did not give it, or memory is short."""
+    """Expected. The item could not be had just now, which need not be its own fault.
+
+    Its server did not give it, memory or open files are short, its decoder was ended, or the engine ends.
+    """
 
     status = Status.UNAVAILABLE
     retryable = True

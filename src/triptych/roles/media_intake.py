@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from triptych.core.errors import Internal, InvalidRequest, UnsupportedFeature
-from triptych.core.media import DataUri, Modality, RawBytes, Url
+from triptych.core.errors import Internal, InvalidRequest, MediaUnavailable, UnsupportedFeature
+from triptych.core.media import DataUri, Modality, RawBytes, Stage, Url
 from triptych.core.media_options import ClipOptions, PictureOptions
 from triptych.media.admission import Admission
 from triptych.media.data_uri import decode_data_uri
@@ -352,6 +352,8 @@ class MediaIntake:
         self._counts["clip_loads"] += 1
         fit = self._processor.frame_fit(job.options)
         clip = await self._decoder.clip(index, data, job.options.sampling, fit)
+        if math.prod(clip.frames.shape[:3]) > job.survey.kept_pixels:
+            raise MediaUnavailable(index, "its decoder gave more than it had announced", Stage.DECODE)
         return await self._patch(lambda: self._processor.clip_input(index, clip, key))
 
     async def _patch(self, work: Callable[[], EncoderInput]) -> EncoderInput:
