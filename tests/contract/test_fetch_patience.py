@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.contract.web import URL, Caller, Web, answer, failure, fetcher, redirect
+from triptych.core.config import FetchSettings
 from triptych.core.errors import MediaError, MediaUnavailable
 
 if TYPE_CHECKING:
@@ -170,6 +171,27 @@ async def test_few_talk_to_one_host_and_not_too_many_to_all(web: Web) -> None:
     assert one.most <= 2
     assert other.most <= 4
     assert fetching.statistics().hosts == 0
+
+
+async def test_waiting_for_the_other_items_of_a_request_is_part_of_an_items_time(web: Web) -> None:
+    over = asyncio.Event()
+
+    async def never(_: Caller) -> None:
+        await over.wait()
+
+    site = await web.start(never)
+    fetching, lane = fetcher(web), asyncio.Semaphore(1)
+    tasks = [asyncio.create_task(fetching.fetch(index, URL, lambda _: None, lane)) for index in range(3)]
+    while len(web.deadlines) < 4:  # of three items, and of one call
+        await asyncio.sleep(0.001)
+    assert site.open <= 1
+    for seconds, deadline in web.deadlines:
+        if seconds == FetchSettings().fetch_seconds:
+            deadline.reschedule(0)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(end, MediaUnavailable) for end in ends] == [True] * 3
+    assert "while it waited for its turn" in str(ends[2])
+    over.set()
 
 
 async def test_a_try_gives_its_turn_up_while_it_waits_to_try_again(web: Web) -> None:

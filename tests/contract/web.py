@@ -217,12 +217,25 @@ def server_tls(authority: Authority, host: str) -> ssl.SSLContext:
     return context
 
 
-def fetcher(web: Web, limits: MediaLimits | None = None, **settings: object) -> Fetcher:
+class LoneFetcher(Fetcher):
+    """Fetches items that are their requests' only ones, and unless asked to counts nothing."""
+
+    async def fetch(
+        self,
+        index: int,
+        url: str,
+        count: Callable[[int], None] = lambda _: None,
+        lane: asyncio.Semaphore | None = None,
+    ) -> bytes:
+        return await super().fetch(index, url, count, lane or asyncio.Semaphore())
+
+
+def fetcher(web: Web, limits: MediaLimits | None = None, **settings: object) -> LoneFetcher:
     """One that knows no other network; items may have 100,000 bytes."""
-    return Fetcher(FetchSettings(**settings), limits or MediaLimits(max_item_bytes=100_000), web)
+    return LoneFetcher(FetchSettings(**settings), limits or MediaLimits(max_item_bytes=100_000), web)
 
 
-async def failure(fetching: Fetcher, url: str = URL) -> MediaError:
+async def failure(fetching: LoneFetcher, url: str = URL) -> MediaError:
     """Why it does not fetch; no secret is told."""
     with pytest.raises(MediaError) as caught:
         await fetching.fetch(2, url)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ class Site(socketserver.ThreadingTCPServer):
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
         """Whole answers, as they go over the wire; none for a path that is not here."""
+        self.pauses: dict[str, float] = {}
+        """Seconds before each next hundred bytes of a page; none for one that comes at once."""
         self.calls = 0
         """Connections."""
         self.asked: list[str] = []
@@ -53,7 +56,15 @@ class _Answer(socketserver.StreamRequestHandler):
         while self.rfile.readline().strip():
             pass
         self.server.asked.append(path)
-        self.wfile.write(self.server.pages.get(path.partition("?")[0], b""))
+        name = path.partition("?")[0]
+        page, pause = self.server.pages.get(name, b""), self.server.pauses.get(name)
+        if pause is None:
+            self.wfile.write(page)
+            return
+        with suppress(OSError):  # who gives up closes
+            for start in range(0, len(page), 100):
+                time.sleep(pause)
+                self.wfile.write(page[start : start + 100])
 
 
 @contextmanager

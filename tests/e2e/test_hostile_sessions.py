@@ -59,7 +59,7 @@ def forged(session: Session) -> Iterator[Session]:
     yield changed(session, lambda copy: setattr(copy, "transfer_backend", "nixl"))
     yield changed(session, lambda copy: setattr(copy, "dp_rank", 1))
     yield changed(session, lambda copy: setattr(copy.endpoints[0], "port", 1))
-    yield put(session, "triptych_version", "2")
+    yield put(session, "triptych_version", "1")
     yield put(session, "triptych_expires", str(2**63))
     for key, text in texts(session).items():
         if text.isdigit():

@@ -321,6 +321,35 @@ async def test_a_picture_that_comes_twice_is_opened_once_when_it_is_gone() -> No
     await answer.aclose()
 
 
+@pytest.mark.parametrize("end", ["encoded", "gone", "aborted", "left", "failed"])
+async def test_what_may_have_to_be_opened_again_is_counted_until_it_is_known(end: str) -> None:
+    engine = FakeEngine()
+    role = fake_encoder(engine, limits=FORGETFUL)
+    await encoded(role, engine, ask(2, request_id="before"))
+
+    def held() -> float:
+        return role.statistics()["media_held"]["bytes"]
+
+    assert held() == 0
+    answer = await role.accept(ask(3))
+    await submitted(engine, 2)
+    assert held() == sum(len(one.source.data) for one in PICTURES[:2])  # the third is open
+    if end == "gone":
+        engine.encoded(gone={0})
+        await submitted(engine, 3)
+        assert held() == 0
+    elif end == "aborted":
+        await role.abort(answer.request_id)
+    elif end == "failed":
+        (serial, *_) = (one.request_id for one in engine.submitted[-1])
+        engine.deliver((Failed(serial, Internal("broken")),), ())
+    if end in ("encoded", "gone"):
+        engine.encoded()
+        await ready_of(answer)
+    await answer.aclose()
+    assert held() == 0
+
+
 async def test_rows_that_are_gone_when_the_line_is_full() -> None:
     engine = FakeEngine()
     role = fake_encoder(engine, limits=MediaLimits(media_preparation_limit=1, max_waiting_preparations=1))

@@ -13,11 +13,12 @@ import pytest
 from tests.roles.fake_engine import frontend, video_processor
 from tests.roles.row_fakes import LAYOUT, VOCABULARY, Encoder, reference, terms
 from triptych.core.encoder_input import EncodedInput
-from triptych.core.errors import Overloaded, PromptTooLong
+from triptych.core.errors import Draining, InvalidRequest, Overloaded, PromptTooLong
 from triptych.core.layout import Grid, ItemLayout, Run
 from triptych.core.logprobs import LogprobOptions
 from triptych.core.media import Modality
 from triptych.core.request import GenerateRequest
+from triptych.processors.identity import prompt_digest
 from triptych.roles.adapters import Adapters
 from triptych.roles.intake import Intake
 from triptych.roles.prompt_thread import LONG_PROMPT, MANY_TIMES, MAX_LONG_PROMPTS, PromptThread, is_long
@@ -139,13 +140,15 @@ async def test_the_plan_of_another_engine_is_looked_through_elsewhere(intake: In
     request = asked(watched, video(MANY_TIMES + 1))
     plan, positions = expected(watched, request)
     bare = replace(request, references=())
-    draft = await intake.attach(bare, plan, 0.0)
+    draft = await intake.attach(bare, plan, prompt_digest(plan), 0.0)
     assert watched.on_loop() == {"plan": [], "positions": [False]}
     assert draft.planned.plan is plan
     assert draft.planned.positions.table.tolist() == positions.table.tolist()
     wrong = replace(plan, token_ids=np.where(np.arange(len(plan)) == plan.items[0].start, 5, plan.token_ids))
     with pytest.raises(Exception, match="does not fit where its media items lie"):
-        await intake.attach(bare, wrong, 0.0)
+        await intake.attach(bare, wrong, prompt_digest(wrong), 0.0)
+    with pytest.raises(InvalidRequest, match=r"contradicts itself: the digest of its plan is \w{16}, not 0{16}$"):
+        await intake.attach(bare, plan, bytes(32), 0.0)
 
 
 async def test_long_text_too(intake: Intake, watched: Watched) -> None:
@@ -200,6 +203,30 @@ async def test_who_is_cancelled_leaves_when_nothing_goes_on(intake: Intake, watc
         await runs
     assert len(watched.threads["plan"]) == 1
     await intake.draft(request, 0.0)  # its references wait as before
+
+
+async def test_the_end_waits_for_what_runs_and_refuses_what_waits() -> None:
+    thread, gate, begun = PromptThread(), threading.Event(), threading.Event()
+
+    def run() -> str:
+        begun.set()
+        gate.wait(20)
+        return "done"
+
+    runs = asyncio.create_task(thread.run(run, long=True))
+    await asyncio.to_thread(begun.wait)
+    waits = asyncio.create_task(thread.run(lambda: pytest.fail("it is begun after the end"), long=True))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(thread.close())
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await thread.run(run, long=True)
+    gate.set()
+    await closing
+    assert await runs == "done"
+    with pytest.raises(Draining, match="the engine is shutting down"):
+        await waits
+    assert await thread.run(threading.get_ident, long=False) == threading.get_ident()
 
 
 async def test_no_more_wait_than_may() -> None:

@@ -77,7 +77,7 @@ class Servers:
         self.counts: Counter[str] = Counter()
         self.open = 0
 
-    async def fetch(self, index: int, url: str, count: Callable[[int], None]) -> bytes:
+    async def fetch(self, index: int, url: str, count: Callable[[int], None], lane: asyncio.Semaphore) -> bytes:
         self.open += 1
         try:
             if "drip" in url:
@@ -213,6 +213,9 @@ async def test_a_video_of_which_less_is_looked_at_is_another(make: Callable[...,
     assert await key(few, of_video()) != await key(more, of_video())
     assert await key(few, of_video()) == await key(more, of_video(max_frames=4))
     assert await key(few, of_video(max_frames=2)) == await key(more, of_video(max_frames=2))
+    few.intake.check(of_video(num_frames=4))
+    with pytest.raises(InvalidRequest, match=r"num_frames is 5; at most 4 \(--max-clip-frames\)"):
+        few.intake.check(of_video(num_frames=5))
 
 
 async def test_a_video_that_comes_to_more_than_was_announced_is_not_taken(tmp_path: Path) -> None:
@@ -301,7 +304,7 @@ async def test_what_drips_in_counts_before_it_is_whole(make: Callable[..., Bench
     async with asyncio.timeout(20):
         while bench.held()["bytes"] < fits * len(RED):
             await asyncio.sleep(0.001)
-    with pytest.raises(Overloaded, match=f"media item 0: {fits * len(RED)} bytes of media are held already"):
+    with pytest.raises(Overloaded, match=f"media item 0: fetch: {fits * len(RED)} bytes of media are held already"):
         await bench.prepare(of("http://a.example/red"))
     assert len(await bench.prepare(of(RED))) == 1  # it brings its own, and there are shares
     for ticket, _ in slow:
@@ -413,7 +416,8 @@ async def test_both_pools_end_in_either_order_and_the_first_error_is_heard(first
 
 
 @pytest.mark.parametrize("role", [fake_role, fake_encoder])
-async def test_the_end_does_not_wait_for_what_nobody_will_have(role: Callable[..., Desk]) -> None:
+@pytest.mark.parametrize("left", [False, True])
+async def test_the_end_does_not_wait_for_what_nobody_will_have(role: Callable[..., Desk], *, left: bool) -> None:
     engine = FakeEngine()
     desk = role(engine)
     (worker,) = workers = [Gated(frontend().limits)]
@@ -428,11 +432,14 @@ async def test_the_end_does_not_wait_for_what_nobody_will_have(role: Callable[..
     async with asyncio.timeout(20):
         while not pool.statistics().busy:
             await asyncio.sleep(0.001)
-        await desk.drain(0.01)
+        if left:
+            await answer.aclose()
+        await desk.drain(20 if left else 0.01)
     assert worker.gate.is_set()
-    (event,) = [event async for event in answer]
-    assert isinstance(event.error, Draining)
-    await answer.aclose()
+    if not left:
+        (event,) = [event async for event in answer]
+        assert isinstance(event.error, Draining)
+        await answer.aclose()
 
 
 async def test_limits_hold_for_what_an_encoder_knows() -> None:

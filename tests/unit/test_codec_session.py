@@ -202,7 +202,7 @@ def forged(value: KvSession | None = None, **changes: Any) -> kv_pb2.KvSessionRe
 
 HEX = "ab" * 32
 CASES: list[tuple[str, Any, str]] = [
-    ("version", "2", "triptych_version is '2'; '1' is known here"),
+    ("version", "1", "triptych_version is '1'; '2' is known here"),
     ("version", "", "triptych_version is ''"),
     ("version", "1" * 1000, "triptych_version is '11111111111111111111'"),
     ("version", None, "was not made by a Triptych engine"),

@@ -35,7 +35,7 @@ def test_what_arrives_is_refused_where_others_hold_too_much() -> None:
         first.arrive(0, 100)
         second.arrive(0, 50)
         assert not held.crowded
-        with pytest.raises(Overloaded, match=r"media item 1: 150 bytes .* at most 150 \(--max-waiting-bytes\)"):
+        with pytest.raises(Overloaded, match=r"media item 1: fetch: 150 bytes .* at most 150 \(--max-waiting-bytes\)"):
             second.arrive(1, 1)
         first.arrive(0, -100)  # thrown away: its fetch is tried again
         second.arrive(1, 1)

@@ -43,9 +43,9 @@ class FrameSampling:
                 raise InvalidRequest(f"{name} must be at least 1, not {value}")
 
     def at_most(self, frames: int) -> FrameSampling:
-        """The same, and never more than so many: what is looked at under a limit."""
+        """The same, where nobody says how many there shall be: then never more than so many."""
         if self.num_frames is not None:
-            return replace(self, num_frames=min(frames, self.num_frames))
+            return self
         return replace(self, max_frames=min(frames, self.max_frames or frames))
 
 

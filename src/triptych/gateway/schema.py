@@ -1,7 +1,8 @@
 """The body of ``POST /v1/chat/completions``: decoded, checked, and turned into core values.
 
 What OpenAI's API has and this server does not offer is refused by its name; what says nothing about the answer is
-listed here and ignored; every other field is unknown and refused. Nothing is dropped in silence.
+listed here and ignored; every other field is unknown and refused. Nothing is dropped in silence,
+except, as by JSON's readers everywhere, the first of two fields of one name.
 """
 
 from __future__ import annotations

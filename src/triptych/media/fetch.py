@@ -45,10 +45,6 @@ FIRST_PAUSE = 0.25
 """Seconds before a hop is tried again; twice as many before each further time."""
 
 
-def _uncounted(_: int) -> None:
-    """Nobody wants to know."""
-
-
 @dataclass(frozen=True, slots=True)
 class FetchStatistics:
     """Counters since the start, unless they say otherwise."""
@@ -87,6 +83,8 @@ class _Journey:
     progress: Progress
     count: Callable[[int], None]
     """See ``exchange.get``."""
+    lane: asyncio.Semaphore
+    """See ``Fetcher.fetch``."""
 
     def left(self) -> float:
         """Seconds."""
@@ -115,7 +113,7 @@ class Fetcher:
         self._limit = limits.max_item_bytes
         self._tally = _Tally()
 
-    async def fetch(self, index: int, url: str, count: Callable[[int], None] = _uncounted) -> bytes:
+    async def fetch(self, index: int, url: str, count: Callable[[int], None], lane: asyncio.Semaphore) -> bytes:
         """The bytes at a URL, which may be anything.
 
         Args:
@@ -123,6 +121,7 @@ class Fetcher:
             url: as the client sent it. No message repeats more of it than its host.
             count: told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What
                 it raises ends the fetch.
+            lane: how many of one request's items are fetched at once; the wait for it is part of an item's time.
 
         Raises:
             MediaError: it cannot be had; of the class MediaUnavailable where a retry may help.
@@ -131,7 +130,7 @@ class Fetcher:
         seconds, progress = self._settings.fetch_seconds, Progress()
         try:
             async with self._network.deadline(seconds) as deadline:
-                journey = _Journey(deadline, self._settings.fetch_retries, progress, count)
+                journey = _Journey(deadline, self._settings.fetch_retries, progress, count, lane)
                 body = await self._follow(parse(url), journey)
         except TriptychError:
             self._tally.failed += 1
@@ -166,7 +165,7 @@ class Fetcher:
         while True:
             progress.doing = "while it waited for its turn (--fetch-per-host, --fetch-at-once)"
             try:
-                async with self._turns.turn(target.host):
+                async with journey.lane, self._turns.turn(target.host):
                     if addresses is None:
                         addresses = await self._look_up(target, progress)
                     connection = await self._connect(target, addresses, progress)

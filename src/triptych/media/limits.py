@@ -37,7 +37,7 @@ def check_item_bytes(index: int, size: int, limits: MediaLimits) -> None:
 
 
 class RequestBudget:
-    """Counts one request's pixels against its limits. Belongs to one thread."""
+    """Counts one request's pixels against its limits. One at a time uses it."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits

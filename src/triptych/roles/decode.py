@@ -103,7 +103,7 @@ class Decode:
             check_first(session, request, self._intake.frontend.vocab_size)
             request = _rest_of(request, session)
             if session.plan is not None:
-                draft = await self._intake.attach(request, session.plan, time.monotonic())
+                draft = await self._intake.attach(request, session.plan, session.prompt, time.monotonic())
             elif request.references:
                 raise UnsupportedFeature(
                     "encoder_cache: the session has no plan that this engine can read, and no prompt is planned with "

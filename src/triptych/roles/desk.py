@@ -257,8 +257,8 @@ class Desk:
                         await self._leases.idle()
             except TimeoutError:
                 self._live.fail_all(Draining("the engine is shutting down"))
-                if self._intake.media is not None:
-                    self._intake.media.hurry()
+            if self._intake.media is not None:
+                self._intake.media.hurry()  # nobody waits any more for what is still being decoded
             await self._live.settled()
             if self._leases is not None:
                 self._leases.abort_all()

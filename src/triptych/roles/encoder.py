@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,6 +136,8 @@ class _Way:
         """Of their outputs, each of which no other of any engine has."""
         self._unsure: tuple[_Found, ...] = ()
         """The items, as long as the engine may need more of them: there is a known one among them."""
+        self._kept = ExitStack()
+        """The encoded bytes of these are counted until it is closed."""
         self._prepared: Span | None = None
         """The time before the engine had the items, in monotonic seconds."""
         self.answer = HandoverAnswer(
@@ -169,10 +172,19 @@ class _Way:
             ]
         )
         self._layouts, self._names = tuple(one.layout for one in found), names
-        self._unsure = found if any(isinstance(one, _Known) for one in found) else ()
+        self._keep(found)
         for layout, name in zip(self._layouts, names, strict=True):
             role.leases.keep(name)
             role.known.remember(layout)
+
+    def _keep(self, found: tuple[_Found, ...]) -> None:
+        """The encoded bytes of what is not open, until it is known whether the engine needs more."""
+        known = [one.job.item for one in found if isinstance(one, _Known)]
+        if known:
+            self._unsure = found
+            holding = self._kept.enter_context(self._role.media.holding())
+            for item in known:
+                holding.keep(item.index, len(item.data))
 
     async def open(self, request: GenerateRequest, ticket: Ticket) -> tuple[_Found, ...]:
         """All items, looked at, and opened where they are not known."""
@@ -190,11 +202,8 @@ class _Way:
     async def reopen(self, found: tuple[_Found, ...], ticket: Ticket) -> tuple[_Found, ...]:
         """The same items, all open."""
         closed = [one.job for one in found if isinstance(one, _Known)]
-        media = self._role.media
-        with media.holding() as holding:
-            for job in closed:
-                holding.keep(job.item.index, len(job.item.data))
-            opened = await _by_key(media, ticket, closed)
+        with self._kept.pop_all():  # the work's until it has ended, whoever leaves
+            opened = await _by_key(self._role.media, ticket, closed)
         return tuple(opened[one.job.item.key] if isinstance(one, _Known) else one for one in found)
 
     def hand_over(self, parts: tuple[Part, ...]) -> EncoderReady | None:
@@ -213,7 +222,7 @@ class _Way:
             )
             for layout, part, name in zip(self._layouts, encoded, self._names, strict=True)
         )
-        self._unsure = ()
+        self._forget_items()
         spans = _together(span for part in encoded for span in part.spans)
         return EncoderReady(
             request_id, references, in_unix_seconds(spans if self._prepared is None else (self._prepared, *spans))
@@ -224,7 +233,8 @@ class _Way:
         role, found = self._role, self._unsure
         if not found:
             raise Internal("the engine was given all media items to encode, and asks for them again")
-        self.withdraw()
+        self._withdraw_outputs()
+        self._unsure = ()
         try:
             ticket = role.media.enter(self._request)
         except Overloaded as error:
@@ -234,9 +244,17 @@ class _Way:
 
     def withdraw(self) -> None:
         """Nobody shall take any of the outputs, whether there are any by now or not."""
+        self._withdraw_outputs()
+        self._forget_items()
+
+    def _withdraw_outputs(self) -> None:
         for name in self._names:
             self._role.leases.withdraw(name)
-        self._names, self._unsure = (), ()
+        self._names = ()
+
+    def _forget_items(self) -> None:
+        self._unsure = ()
+        self._kept.close()
 
     def reason(self, failed: Failed) -> TriptychError:
         """Why an item has failed; which of the request's it is, is not known in the engine."""

@@ -38,7 +38,7 @@ from triptych.roles.logprob_bounds import (
 from triptych.roles.media_intake import OPENINGS
 from triptych.roles.prompt_thread import PromptThread, is_long
 from triptych.roles.row_ticket import RowTicket
-from triptych.roles.session_checks import check_plan, check_prompt
+from triptych.roles.session_checks import check_digest, check_plan, check_prompt
 from triptych.roles.tokenising import Tokenising, window
 
 if TYPE_CHECKING:
@@ -187,25 +187,34 @@ class Intake:
         planned = await self._thread.run(lambda: self._plan(request, token_ids, inputs), long=is_long(fewest, layouts))
         return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, planned)
 
-    async def attach(self, request: GenerateRequest, plan: PromptPlan, arrival: float) -> Draft:
+    async def attach(self, request: GenerateRequest, plan: PromptPlan, digest: bytes, arrival: float) -> Draft:
         """Check a request of which another engine has prepared the prompt; nothing of it is tokenised or opened.
+
+        Args:
+            request: the client's.
+            plan: the other engine's.
+            digest: what it said that the plan's is.
+            arrival: monotonic seconds.
 
         Raises:
             TriptychError: the request is refused and nothing is held.
         """
         adapter = self._check_model(request)
         self._check_length(len(plan), request.stopping.min_tokens)
-        positions = await self._thread.run(lambda: self._positions(request, plan), long=is_long(len(plan), plan.items))
+        positions = await self._thread.run(
+            lambda: self._positions(request, plan, digest), long=is_long(len(plan), plan.items)
+        )
         self._check_logprobs(request, len(plan), expanded=True)
         grammar = await self._compile(request.guide)
         bare = replace(request, media=(), references=())
         return Draft(bare, plan.token_ids, adapter, grammar, arrival, Planned(plan, positions))
 
-    def _positions(self, request: GenerateRequest, plan: PromptPlan) -> Positions:
+    def _positions(self, request: GenerateRequest, plan: PromptPlan, digest: bytes) -> Positions:
         """Of another engine's plan, once it is looked through. On any thread."""
         front = self._front
         check_plan(plan, front.processor, front.vocab_size)
         check_prompt(request, plan, front.processor)
+        check_digest(plan, digest)
         return front.processor.positions(plan)
 
     def _check_model(self, request: GenerateRequest) -> Adapter | None:

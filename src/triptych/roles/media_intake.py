@@ -38,18 +38,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
+    from triptych.core.clip import ClipSurvey
     from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
-    from triptych.core.media import MediaItem, MediaSource, Picture
+    from triptych.core.media import MediaItem, MediaSource
     from triptych.core.media_options import OptionLayer
-    from triptych.core.picture_fit import PictureFit
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
     from triptych.media.decode import Admitted
     from triptych.media.fetch import FetchStatistics
     from triptych.media.holding import Holding
-    from triptych.media.workers import DecodeStatistics
+    from triptych.media.workers import MediaPool
     from triptych.roles.frontend import Frontend
 
 T = TypeVar("T")
@@ -62,45 +61,11 @@ OPENINGS = ("image_loads", "clip_loads", "preprocess_calls")
 """What is counted where media are opened."""
 
 
-class Decoder(Protocol):
-    """Decodes items where they can harm nobody: ``media.workers.MediaPool``."""
-
-    async def start(self) -> None:
-        """Be ready before the first item."""
-        ...
-
-    async def picture(
-        self, index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None
-    ) -> Picture:
-        """The pixels of an admitted picture, in the size that the model looks at."""
-        ...
-
-    async def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
-        """What decoding a video will cost."""
-        ...
-
-    async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
-        """The chosen frames of a video, in the size that the model looks at."""
-        ...
-
-    def hurry(self) -> None:
-        """End what runs, refuse what comes: who waits for it has MediaUnavailable."""
-        ...
-
-    async def close(self) -> None:
-        """Let what runs end, refuse what waits."""
-        ...
-
-    def statistics(self) -> DecodeStatistics:
-        """Counts as of now."""
-        ...
-
-
 class Fetcher(Protocol):
     """Media by URL: ``media.fetch.Fetcher``."""
 
-    async def fetch(self, index: int, url: str, count: Callable[[int], None]) -> bytes:
-        """The bytes at a URL, of which ``count`` is told as they arrive."""
+    async def fetch(self, index: int, url: str, count: Callable[[int], None], lane: asyncio.Semaphore) -> bytes:
+        """The bytes at a URL, of which ``count`` is told as they arrive; ``lane`` is the request's own."""
         ...
 
     def statistics(self) -> FetchStatistics:
@@ -154,7 +119,7 @@ class MediaIntake:
 
     Args:
         frontend: what reads media, and its limits.
-        decoder: closed with this.
+        decoder: decodes items where they can harm nobody; closed with this.
         fetcher: None where URLs are not fetched.
         server: how the server wants media to be read.
 
@@ -162,7 +127,7 @@ class MediaIntake:
         InvalidRequest: ``server`` is over a limit, or contradicts what the model prefers.
     """
 
-    def __init__(self, frontend: Frontend, decoder: Decoder, fetcher: Fetcher | None, server: OptionLayer) -> None:
+    def __init__(self, frontend: Frontend, decoder: MediaPool, fetcher: Fetcher | None, server: OptionLayer) -> None:
         self._processor = frontend.processor
         self._limits = limits = frontend.limits
         self._decoder = decoder
@@ -271,11 +236,10 @@ class MediaIntake:
         fetcher = self._fetcher
         if fetcher is None:
             raise Internal("a URL passed the checks, and nothing fetches here")
-        turns = asyncio.Semaphore(FETCHED_AT_ONCE)
+        lane = asyncio.Semaphore(FETCHED_AT_ONCE)
 
         async def fetch(index: int, source: Url) -> RawBytes:
-            async with turns:
-                return RawBytes(await fetcher.fetch(index, source.url, partial(holding.arrive, index)))
+            return RawBytes(await fetcher.fetch(index, source.url, partial(holding.arrive, index), lane))
 
         found = await _together([fetch(index, source) for index, source in urls.items()])
         return dict(zip(urls, found, strict=True))

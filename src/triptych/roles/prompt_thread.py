@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from triptych.core.errors import Overloaded
+from triptych.core.errors import Draining, Overloaded
 from triptych.media.work import on_thread
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class PromptThread:
 
     def __init__(self) -> None:
         self._under_way = 0
+        self._closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt")
 
     async def run(self, work: Callable[[], T], *, long: bool) -> T:
@@ -45,17 +46,28 @@ class PromptThread:
 
         Raises:
             Overloaded: too much waits.
+            Draining: it is closed, or was before the turn came.
         """
         if not long:
             return work()
+        self._check_open()
         if self._under_way >= MAX_LONG_PROMPTS:
             raise Overloaded(f"{self._under_way} long prompts already wait to be prepared; retry later")
         self._under_way += 1
         try:
-            return await on_thread(self._pool, work)
+            return await on_thread(self._pool, lambda: self._do(work))
         finally:
             self._under_way -= 1
 
+    def _do(self, work: Callable[[], T]) -> T:
+        self._check_open()
+        return work()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Draining("the engine is shutting down")
+
     async def close(self) -> None:
-        """Wait for the thread and for what waits for it: that is bounded."""
+        """Wait for what the thread is at, and refuse what waits for it."""
+        self._closed = True
         await asyncio.to_thread(self._pool.shutdown, wait=True)

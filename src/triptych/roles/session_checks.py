@@ -145,6 +145,19 @@ def check_prepared(session: KvSession, plan: PromptPlan) -> None:
         )
 
 
+def check_digest(plan: PromptPlan, digest: bytes) -> None:
+    """Refuse a plan that is not that of the prompt which was computed.
+
+    Raises:
+        InvalidRequest: naming both.
+    """
+    found = prompt_digest(plan)
+    if found != digest:
+        raise InvalidRequest(
+            f"kv.session contradicts itself: the digest of its plan is {found.hex()[:16]}, not {digest.hex()[:16]}"
+        )
+
+
 def check_plan(plan: PromptPlan, processor: Processor, vocab_size: int) -> None:
     """Refuse a plan that this engine could not have made.
 

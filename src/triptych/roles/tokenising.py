@@ -51,6 +51,8 @@ class Tokenising:
             Overloaded: too many long prompts wait.
         """
         if not isinstance(prompt, str):
+            if len(prompt) >= self._model.max_context:
+                raise PromptTooLong(f"the prompt has {len(prompt)} tokens; {window(self._model)}")
             token_ids = np.asarray(prompt, dtype=np.int64)
             outside = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
             if outside.size:
