@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,63 +28,77 @@ DEMO = Path(triptych.__file__).parent / "demo_model"
 
 
 def complains(*arguments: str, says: str) -> None:
-    done = run(*arguments)
+    check_complaint(run(*arguments), says)
+
+
+def check_complaint(done: subprocess.CompletedProcess[str], says: str) -> None:
     assert done.returncode in (1, 2)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert says in lines[0]
 
 
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("engine", "no-such-dir"), "no such directory"),
+    (("engine", "/"), "config.json"),
+    (("engine", "demo", "--role", "wizard"), "aggregated"),
+    (("engine", "demo", "--grpc", "somewhere"), "HOST:PORT"),
+    (("engine", "demo", "--grpc", "127.0.0.1:99999"), "HOST:PORT"),
+    (("engine", "demo", "--kv-cache-bytes", "lots"), "MiB"),
+    (("engine", "demo", "--kv-cache-bytes", "1KiB"), "--kv-cache-bytes"),
+    (("engine", "demo", "--kv-cache-bytes", "1000000GiB"), "--kv-cache-bytes"),
+    (("engine", "demo", "--max-batched-tokens", "0"), "max-batched-tokens"),
+    (("engine", "demo", "--max-running-requests", "many"), "max-running-requests"),
+    (("engine", "demo", "--dtype", "float7"), "float32"),
+    (("engine", "demo", "--device", "toaster"), "cpu"),
+    (("engine", "demo", "--grpc", "0.0.0.0:0"), "allow-plaintext"),
+    (("engine", "demo", "--tls-key", "/etc/hostname"), "--tls-certificate"),
+    (("engine", "demo", "--tls-client-ca", "/etc/hostname"), "--tls-certificate"),
+    (("engine", "demo", "--tls-certificate", "/nowhere.pem", "--tls-key", "/nowhere.key"), "/nowhere.pem"),
+    (("engine", "demo", "--tls-certificate", "/etc/hostname", "--tls-key", "/etc/hostname"), "--tls-certificate"),
+    (("engine", "demo", "--max-loras", "-1"), "max-loras"),
+    (("engine", "demo", "--max-lora-rank", "0"), "max-lora-rank"),
+    (("gateway", "--engine", "127.0.0.1:1", "--engine-ca", "/etc/hostname"), "--engine-ca"),
+    (("gateway", "--engine", "127.0.0.1:1", "--engine-key", "/etc/hostname"), "--engine-certificate"),
+    (("engine", "demo", "--fetch-ca-file", "/nowhere.pem"), "--fetch-ca-file /nowhere.pem"),
+    (("engine", "demo", "--fetch-ca-file", "/etc/hostname"), "--fetch-ca-file /etc/hostname"),
+    (("engine", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy: a proxy is spoken to by http"),
+    (("engine", "demo", "--fetch-proxy", "proxy.example:3128"), "--fetch-proxy"),
+    (("engine", "demo", "--media-options", '{"image": {"sharpen": 1}}'), "media_options.image.sharpen"),
+    (("serve", "demo", "--max-items", "2.5"), "--max-items"),
+    (("serve", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy"),
+    (("engine", "demo", "--sparkle"), "sparkle"),
+    (("gateway", "--http", "127.0.0.1:0"), "engine"),
+    (("serve", "demo", "--topology", "e+p"), "2e+1p+2d"),
+    (("serve", "no-such-dir"), "no such directory"),
+    (("ask", "one-word"), "question"),
+    (("ask", "no-such.png", "what is it?"), "no-such.png"),
+    (("ask", "no-such.png", ""), "question is empty"),
+    (("ask", "picture.png", "what", "is", "it"), "quotes"),
+    (("serve",), "MODEL"),
+    (("serve", "demo", "--http", "0.0.0.0:0"), "allow-plaintext"),
+    (("serve", "demo", "--device", "toaster"), "cpu"),
+    (("gateway", "--engine", "127.0.0.1:1", "--http", "0.0.0.0:0"), "allow-plaintext"),
+    (("engine", "demo", "--max-context", "99999999"), "--max-context"),
+    (("frobnicate",), "frobnicate"),
+]
+
+
+@pytest.fixture(scope="module")
+def endings() -> dict[tuple[str, ...], subprocess.CompletedProcess[str]]:
+    """Of all wrong commands; several run at once, since most of their time goes into imports."""
+    commands = [arguments for arguments, _ in WRONG]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(commands, pool.map(lambda words: run(*words), commands), strict=True))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("engine", "no-such-dir"), "no such directory"),
-        (("engine", "/"), "config.json"),
-        (("engine", "demo", "--role", "wizard"), "aggregated"),
-        (("engine", "demo", "--grpc", "somewhere"), "HOST:PORT"),
-        (("engine", "demo", "--grpc", "127.0.0.1:99999"), "HOST:PORT"),
-        (("engine", "demo", "--kv-cache-bytes", "lots"), "MiB"),
-        (("engine", "demo", "--kv-cache-bytes", "1KiB"), "--kv-cache-bytes"),
-        (("engine", "demo", "--kv-cache-bytes", "1000000GiB"), "--kv-cache-bytes"),
-        (("engine", "demo", "--max-batched-tokens", "0"), "max-batched-tokens"),
-        (("engine", "demo", "--max-running-requests", "many"), "max-running-requests"),
-        (("engine", "demo", "--dtype", "float7"), "float32"),
-        (("engine", "demo", "--device", "toaster"), "cpu"),
-        (("engine", "demo", "--grpc", "0.0.0.0:0"), "allow-plaintext"),
-        (("engine", "demo", "--tls-key", "/etc/hostname"), "--tls-certificate"),
-        (("engine", "demo", "--tls-client-ca", "/etc/hostname"), "--tls-certificate"),
-        (("engine", "demo", "--tls-certificate", "/nowhere.pem", "--tls-key", "/nowhere.key"), "/nowhere.pem"),
-        (("engine", "demo", "--tls-certificate", "/etc/hostname", "--tls-key", "/etc/hostname"), "--tls-certificate"),
-        (("engine", "demo", "--max-loras", "-1"), "max-loras"),
-        (("engine", "demo", "--max-lora-rank", "0"), "max-lora-rank"),
-        (("gateway", "--engine", "127.0.0.1:1", "--engine-ca", "/etc/hostname"), "--engine-ca"),
-        (("gateway", "--engine", "127.0.0.1:1", "--engine-key", "/etc/hostname"), "--engine-certificate"),
-        (("engine", "demo", "--fetch-ca-file", "/nowhere.pem"), "--fetch-ca-file /nowhere.pem"),
-        (("engine", "demo", "--fetch-ca-file", "/etc/hostname"), "--fetch-ca-file /etc/hostname"),
-        (("engine", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy: a proxy is spoken to by http"),
-        (("engine", "demo", "--fetch-proxy", "proxy.example:3128"), "--fetch-proxy"),
-        (("engine", "demo", "--media-options", '{"image": {"sharpen": 1}}'), "media_options.image.sharpen"),
-        (("serve", "demo", "--max-items", "2.5"), "--max-items"),
-        (("serve", "demo", "--fetch-proxy", "https://proxy.example"), "--fetch-proxy"),
-        (("engine", "demo", "--sparkle"), "sparkle"),
-        (("gateway", "--http", "127.0.0.1:0"), "engine"),
-        (("serve", "demo", "--topology", "e+p"), "2e+1p+2d"),
-        (("serve", "no-such-dir"), "no such directory"),
-        (("ask", "one-word"), "question"),
-        (("ask", "no-such.png", "what is it?"), "no-such.png"),
-        (("ask", "no-such.png", ""), "question is empty"),
-        (("ask", "picture.png", "what", "is", "it"), "quotes"),
-        (("serve",), "MODEL"),
-        (("serve", "demo", "--http", "0.0.0.0:0"), "allow-plaintext"),
-        (("serve", "demo", "--device", "toaster"), "cpu"),
-        (("gateway", "--engine", "127.0.0.1:1", "--http", "0.0.0.0:0"), "allow-plaintext"),
-        (("engine", "demo", "--max-context", "99999999"), "--max-context"),
-        (("frobnicate",), "frobnicate"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ("arguments", "says"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
 )
-def test_wrong_words(arguments: tuple[str, ...], says: str) -> None:
-    complains(*arguments, says=says)
+def test_wrong_words(
+    endings: dict[tuple[str, ...], subprocess.CompletedProcess[str]], arguments: tuple[str, ...], says: str
+) -> None:
+    check_complaint(endings[arguments], says)
 
 
 def test_a_taken_port_is_named() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from triptych.roles.contract import AbortOutcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from tests.roles.running import Answered
     from triptych.cli.loaded import LoadedModel
     from triptych.core.step import StepPlan, StepResult
     from triptych.roles.desk import Desk
@@ -58,6 +61,25 @@ def alone(request: GenerateRequest, index: int) -> GenerateRequest:
     assert request.sampling.seed is not None
     seed = derived_seed(request.sampling.seed, index)
     return replace(request, num_sequences=1, sampling=replace(request.sampling, seed=seed))
+
+
+class Brake:
+    """Lets the engine make so many steps and then no more, until it is let go: it cannot run ahead of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+        self._off = threading.Event()
+        made = itertools.count()
+        run = Runner.run
+
+        def braked(runner: Runner, plan: StepPlan) -> StepResult:
+            if next(made) >= steps:
+                assert self._off.wait(60)
+            return run(runner, plan)
+
+        monkeypatch.setattr(Runner, "run", braked)
+
+    def let_go(self) -> None:
+        self._off.set()
 
 
 async def until_idle(role: Desk) -> None:
@@ -111,11 +133,13 @@ async def test_stop_strings_end_each_output_where_it_has_one(role: Desk) -> None
 
 
 @pytest.mark.parametrize("events", [0, 1, 5])
-async def test_an_abort_ends_every_output(role: Desk, events: int) -> None:
+async def test_an_abort_ends_every_output(role: Desk, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    brake = Brake(monkeypatch, steps=12)
     answer = await role.accept(request(5, RED, stopping=Stopping(ignore_eos=True)))
     for _ in range(events):
         assert isinstance(await anext(answer), Tokens)
     assert await role.abort("r") is AbortOutcome.ABORTED
+    brake.let_go()
     ends = [event async for event in answer if not isinstance(event, Tokens)]
     assert all(isinstance(end, Finished) and end.reason is FinishReason.CANCELLED for end in ends)
     assert sorted(end.output_index for end in ends if isinstance(end, Finished)) == [0, 1, 2, 3, 4]
@@ -125,10 +149,11 @@ async def test_an_abort_ends_every_output(role: Desk, events: int) -> None:
     await until_idle(role)
 
 
-async def test_an_abort_leaves_finished_outputs_as_they_are(role: Desk) -> None:
+async def test_an_abort_leaves_finished_outputs_as_they_are(role: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     several = request(3, tokens=400)
     first = (await ask_all(role, replace(several, stopping=Stopping(max_tokens=8, ignore_eos=True))))[1].text
     stopping = Stopping(max_tokens=400, ignore_eos=True, stop_strings=(first[:4],))
+    brake = Brake(monkeypatch, steps=20)
     answer = await role.accept(replace(several, stopping=stopping))
     ends: list[Finished] = []
     async for event in answer:
@@ -136,6 +161,7 @@ async def test_an_abort_leaves_finished_outputs_as_they_are(role: Desk) -> None:
             ends.append(event)
             if len(ends) == 1:
                 await role.abort("r")
+                brake.let_go()
     assert [end.reason for end in ends] == [FinishReason.STOP, FinishReason.CANCELLED, FinishReason.CANCELLED]
     assert ends[0].output_index == 1
     await answer.aclose()
@@ -155,15 +181,24 @@ async def test_closing_early_frees_everything(role: Desk) -> None:
 async def test_one_output_that_fails_fails_the_request_and_nobody_else(
     role: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Runner.run
+    run, failed, heard = Runner.run, threading.Event(), threading.Event()
 
     def failing(self: Runner, plan: StepPlan) -> StepResult:
+        if failed.is_set():
+            assert heard.wait(60)
         result = run(self, plan)
         bad = {name: InvalidRequest("made up") for name in result.sampled if name.endswith(".2")}
+        if bad:
+            failed.set()
         return replace(result, failures={**result.failures, **bad})
 
+    async def ask_bad() -> list[Answered]:
+        answered = await ask_all(role, request(4))
+        heard.set()
+        return answered
+
     monkeypatch.setattr(Runner, "run", failing)
-    bad, good = await asyncio.gather(ask_all(role, request(4)), ask_all(role, request(2, request_id="good")))
+    bad, good = await asyncio.gather(ask_bad(), ask_all(role, request(2, request_id="good")))
     assert {str(one.end.error) for one in bad if isinstance(one.end, Failed)} == {"made up"}
     assert all(isinstance(one.end, Finished) for one in good)
     await until_idle(role)
