@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ from tests.corpus.picture_files import PNG_RGB, png
 from triptych.core.config import MediaLimits
 from triptych.core.media_options import PictureOptions
 from triptych.media.decode import admit_picture
-from triptych.media.decode_host import START_SECONDS
 from triptych.media.limits import RequestBudget
 
 if TYPE_CHECKING:
@@ -32,7 +32,14 @@ def decode(worker: DecodeProcess, data: bytes = GOOD) -> np.ndarray:
 
 
 def descriptors() -> int:
+    """That are open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def settled() -> int:
+    """The same, without those of what earlier tests have left."""
+    gc.collect()
+    return descriptors()
 
 
 def is_gone(pid: int) -> bool:
@@ -48,10 +55,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def until(condition: Callable[[], bool]) -> None:
+    """Wait for it, and not for ever."""
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end, "it has not come to that within 60 s"
         time.sleep(0.005)
 
 
 def was_asked(worker: DecodeProcess) -> bool:
-    """Whether a task lies in the process's queue: its channel then waits for the answer."""
-    return worker._channel is not None and worker._channel._socket.gettimeout() not in (START_SECONDS, 0, None)
+    """Whether the process was sent its first task; the answer is then waited for."""
+    return worker._child is not None and worker._child.channel.asked

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.one_process import GOOD, LIMITS, OPTIONS, decode, descriptors, is_gone, is_stopped, until, was_asked
+from tests.contract.one_process import (
+    GOOD,
+    LIMITS,
+    OPTIONS,
+    decode,
+    descriptors,
+    is_gone,
+    is_stopped,
+    settled,
+    until,
+    was_asked,
+)
 from tests.corpus import bombs, clips
 from tests.corpus.drawn import RGB
 from triptych.core.clip import FrameSampling
@@ -60,7 +71,7 @@ def decodes(pid: int) -> bool:
 async def test_a_long_video_ends_with_its_engine(long_film: bytes, close_first: bool) -> None:
     busy, idle = workers = [DecodeProcess(LIMITS, CONFIG) for _ in range(2)]
     pool = MediaPool(workers[::-1], 5)  # the last one is asked first
-    before = descriptors()
+    before = settled()
     await pool.start()
     pids = [worker.pid for worker in workers]
     film = asyncio.create_task(pool.clip(0, long_film, FOUR, None))
@@ -166,7 +177,7 @@ def test_a_process_that_is_starting_is_ended(worker: DecodeProcess) -> None:
 
 
 def test_nothing_is_started_any_more(worker: DecodeProcess) -> None:
-    before = descriptors()
+    before = settled()
     worker.hurry()
     with pytest.raises(Draining):
         worker.start()
@@ -189,10 +200,10 @@ def test_hurry_is_seen_by_who_is_about_to_start(worker: DecodeProcess, monkeypat
         return pair(*kind)
 
     monkeypatch.setattr(socket, "socketpair", hurried_pair)
-    before = descriptors()
+    before = settled()
     with pytest.raises(MediaUnavailable, match=ENDS):
         decode(worker)
-    assert (worker.starts, worker.pid, worker.deaths) == (0, 0, 0)
+    assert (worker.starts, worker.pid, worker.deaths) == (1, 0, 0)
     assert descriptors() == before
 
 
@@ -204,8 +215,8 @@ def test_an_idle_process_is_asked_nothing_and_ends(worker: DecodeProcess) -> Non
         worker.start()
     with pytest.raises(MediaUnavailable, match=ENDS):
         decode(worker)
-    until(lambda: is_gone(pid))  # by itself
     worker.close()
+    assert is_gone(pid)
     assert (worker.starts, worker.deaths, worker.pid) == (1, 0, 0)
     assert (pixels == RGB).all()
 

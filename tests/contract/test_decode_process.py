@@ -24,6 +24,7 @@ from tests.contract.one_process import (
     descriptors,
     is_gone,
     is_stopped,
+    settled,
     until,
     was_asked,
 )
@@ -159,8 +160,8 @@ SHREDS = png(RGB, PNG_RGB, before=chunk(b"abCd", b"x") * 500_000)
 
 @pytest.mark.parametrize("data", [BAD["scans.jpg"], SHREDS], ids=["scans", "shreds"])
 def test_a_picture_that_takes_too_long_is_told_the_limit(data: bytes) -> None:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.05))
-    with pytest.raises(MediaError, match=r"took more than 0.1 s of processor time \(--decode-seconds\)") as refused:
+    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.3))
+    with pytest.raises(MediaError, match=r"took more than 0.3 s of processor time \(--decode-seconds\)") as refused:
         decode(worker, data)
     assert refused.value.stage is Stage.LIMIT
     assert (decode(worker) == RGB).all()
@@ -197,8 +198,8 @@ def test_a_video_that_takes_too_long_is_told_the_limit(make: Callable[[], bytes]
 
 
 def test_a_sound_that_takes_too_long_is_told_the_limit() -> None:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.02))
-    with pytest.raises(MediaError, match=r"this sound took more than 0.0 s of processor time") as refused:
+    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.2))
+    with pytest.raises(MediaError, match=r"this sound took more than 0.\d s of processor time") as refused:
         worker.sound(3, bombs.endless_packets(), 16000)
     assert (refused.value.index, refused.value.stage) == (3, Stage.LIMIT)
     worker.close()
@@ -231,7 +232,7 @@ def test_a_process_that_does_not_start_is_said(worker: DecodeProcess, monkeypatc
 
 def test_nothing_stays_open(worker: DecodeProcess) -> None:
     decode(worker)
-    before = descriptors()
+    before = settled()
     for data in (GOOD, BAD["cut.png"], BAD["tiles.tif"], GOOD, BAD["liar.png"], GOOD):
         with contextlib.suppress(MediaError):
             decode(worker, data)
@@ -254,7 +255,7 @@ def test_nothing_stays_open(worker: DecodeProcess) -> None:
     assert descriptors() == before
     last = worker.pid
     worker.close()
-    assert descriptors() == before - 1
+    assert descriptors() == before - 2
     assert is_gone(last)
     assert worker.pid == 0
 

@@ -12,6 +12,7 @@ from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.media import Stage
 from triptych.core.picture_fit import PictureFit
 from triptych.media.decode_wire import (
+    HEAD,
     MAX_MESSAGE,
     NUMBER,
     Answered,
@@ -30,6 +31,8 @@ from triptych.media.decode_wire import (
     Survey,
     SurveyTask,
     Working,
+    framed,
+    length_after,
     pack,
     unpack_answered,
     unpack_asked,
@@ -96,6 +99,18 @@ def test_tasks_survive(asked: Asked) -> None:
 def test_answers_survive(answered: Answered) -> None:
     assert unpack_answered(pack(answered)) == answered
     assert len(pack(answered)) < MAX_MESSAGE
+
+
+@given(ANSWERED)
+def test_the_length_of_an_answer_stands_before_it(answered: Answered) -> None:
+    message = framed(pack(answered))
+    assert length_after(message[:HEAD]) == len(message) - HEAD
+
+
+def test_nothing_is_longer_than_a_message_may_be() -> None:
+    assert length_after(framed(bytes(MAX_MESSAGE))[:HEAD]) == MAX_MESSAGE
+    with pytest.raises(ValueError, match="a message of 4097 bytes"):
+        length_after(framed(bytes(MAX_MESSAGE + 1))[:HEAD])
 
 
 @pytest.mark.parametrize("reason", ["é" * 5000, "\ud800" * 5000, "x" * 5000])

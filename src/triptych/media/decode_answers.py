@@ -1,20 +1,19 @@
-"""What a decode process answered, checked and mapped: nothing that it says is believed.
+"""What a decode process answered, checked: nothing that it says is believed.
 
-    descriptor -> sealed for good, and as long as its numbers come to -> mapped, read-only -> Picture, Clip or Sound
+    room     before it is asked: how many bytes may come out
+    answer   -> its numbers within what was asked for -> so many bytes, taken from the process -> Picture, Clip or Sound
 
 A process runs what strangers wrote, so it may have been taken over. From then until it ends it reads every file that
 it is given, whoever sent it, and answers what it likes. What is checked here and in decode_channel.py keeps that from
-spreading: an answer is to the task that was asked, within its limits, in memory that can no longer be changed; neither
-the engine's own memory nor what other processes decode is touched. A process has the rights of the user who started the
-engine, though: who does not trust the decoders of Pillow and FFmpeg with other people's files, the disk and the network
-has to confine the user.
+spreading: an answer is to the task that was asked, within its limits, in memory of the engine's that the process can
+no longer change; neither the rest of that memory nor what other processes decode is touched. A process has the rights
+of the user who started the engine, though: who does not trust the decoders of Pillow and FFmpeg with other people's
+files, the disk and the network has to confine the user.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,18 +39,40 @@ if TYPE_CHECKING:
     from triptych.core.clip import FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.picture_fit import PictureFit
+    from triptych.media.decode_output import Output
     from triptych.media.header import Size
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-"""What keeps a descriptor's content and length as they are, whoever else has it. F_SEAL_WRITE is refused by the kernel
-while anybody has writable pages of it mapped; F_SEAL_FUTURE_WRITE, which leaves such pages be, does not do."""
+_PLACE = np.dtype(INDEX).itemsize + np.dtype(TIMESTAMP).itemsize
+"""Bytes that say which frame it is."""
+_LENGTH_PER_AREA = 15
+"""More than both sides of the narrowest picture that is resized come to, by the root of its area: 1 : 200."""
 
 
-def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit | None) -> Picture:
+def picture_room(claimed: Size, fit: PictureFit | None) -> int:
+    """Bytes that the picture may come to whose header claims a size; it may still be smaller than that, or turned."""
+    pixels = claimed.pixels
+    if fit is not None:  # the nearest size within its bounds, and then whole cells along both sides
+        pixels = max(min(pixels, fit.max_pixels), fit.min_pixels)
+        pixels += _LENGTH_PER_AREA * fit.cell * (math.isqrt(pixels) + 4 * fit.cell)
+    return len(pixels_header(pixels, pixels)) + pixels * CHANNELS
+
+
+def clip_room(sampling: FrameSampling, limits: MediaLimits) -> int:
+    """Bytes that the frames of a video may come to, with their indices and times."""
+    return limits.max_clip_pixels * CHANNELS + _most_frames(sampling, limits) * _PLACE
+
+
+def sound_room(rate: int, limits: MediaLimits) -> int:
+    """Bytes that the samples of a sound may come to."""
+    return _most_samples(rate, limits) * np.dtype(SAMPLE).itemsize
+
+
+def picture_of(answer: Pixels, output: Output, claimed: Size, fit: PictureFit | None) -> Picture:
     """The pixels where they lie.
 
     Raises:
         ValueError: they are not what was asked for.
+        OSError: they cannot be mapped just now.
     """
     width, height = answer.width, answer.height
     source = FrameSize(answer.source_height, answer.source_width)
@@ -60,7 +81,7 @@ def picture_of(answer: Pixels, descriptor: int, claimed: Size, fit: PictureFit |
     if (height, width) != (source if fit is None else fit.size(source)):
         raise ValueError(f"{width} x {height} pixels of a picture of {source.width} x {source.height}")
     start = len(pixels_header(width, height))
-    pages = _map(descriptor, start + width * height * CHANNELS)
+    pages = output.taken(start + width * height * CHANNELS)
     return Picture(np.frombuffer(pages, np.uint8, offset=start).reshape(height, width, CHANNELS))
 
 
@@ -77,13 +98,12 @@ def survey_of(answer: Survey, sampling: FrameSampling, limits: MediaLimits) -> C
     return survey
 
 
-def clip_of(
-    answer: Frames, descriptor: int, sampling: FrameSampling, fit: FrameFit | None, limits: MediaLimits
-) -> Clip:
+def clip_of(answer: Frames, output: Output, sampling: FrameSampling, fit: FrameFit | None, limits: MediaLimits) -> Clip:
     """The frames where they lie.
 
     Raises:
         ValueError: they are not what was asked for, or contradict themselves.
+        OSError: they cannot be mapped just now.
     """
     count, height, width = answer.frames, answer.height, answer.width
     most = _most_frames(sampling, limits)
@@ -94,7 +114,7 @@ def clip_of(
     if answer.total > limits.max_source_frames or not answer.duration <= limits.max_clip_seconds:
         raise ValueError(f"{answer.total} frames of {answer.duration} s in the file")
     length = count * height * width * CHANNELS
-    pages = _map(descriptor, length + count * (np.dtype(INDEX).itemsize + np.dtype(TIMESTAMP).itemsize))
+    pages = output.taken(length + count * _PLACE)
     indices = np.frombuffer(pages, INDEX, count, length)
     timestamps = np.frombuffer(pages, TIMESTAMP, count, length + indices.nbytes)
     if not np.isfinite(timestamps).all():
@@ -107,15 +127,16 @@ def clip_of(
     return Clip(frames, plan)
 
 
-def sound_of(answer: Samples, descriptor: int, rate: int, window: int | None, limits: MediaLimits) -> Sound:
+def sound_of(answer: Samples, output: Output, rate: int, window: int | None, limits: MediaLimits) -> Sound:
     """The samples where they lie.
 
     Raises:
         ValueError: they are not what was asked for.
+        OSError: they cannot be mapped just now.
     """
-    if answer.samples > most_samples(rate, limits):
+    if answer.samples > _most_samples(rate, limits):
         raise ValueError(f"{answer.samples} samples where {limits.max_sound_seconds} s may be heard")
-    pages = _map(descriptor, answer.samples * np.dtype(SAMPLE).itemsize)
+    pages = output.taken(answer.samples * np.dtype(SAMPLE).itemsize)
     samples = np.frombuffer(pages, SAMPLE)
     if not np.isfinite(samples).all():
         raise ValueError("samples that are not finite numbers")
@@ -126,23 +147,6 @@ def _most_frames(sampling: FrameSampling, limits: MediaLimits) -> int:
     return min(limits.max_clip_frames, sampling.num_frames or sampling.max_frames or limits.max_clip_frames)
 
 
-def most_samples(rate: int, limits: MediaLimits) -> int:
-    """Of a sound within the limits at a model's rate; the resampler rounds up, and may add its last one."""
+def _most_samples(rate: int, limits: MediaLimits) -> int:
+    """Within the limits at a model's rate; the resampler rounds up, and may add its last one."""
     return limits.max_sound_seconds * rate + 2
-
-
-def _map(descriptor: int, length: int) -> mmap.mmap:
-    """Memory that its process cannot change, or take away, any more.
-
-    Raises:
-        ValueError: it could, or it is not of this length.
-        OSError: it cannot be mapped just now; each mapping takes a descriptor of the engine's.
-    """
-    try:
-        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
-    except OSError:
-        sealed = False  # no memory of its own, but some other file
-    if not sealed or os.fstat(descriptor).st_size != length:
-        raise ValueError("the descriptor is not of what was decoded")
-    # Private, which is the same where nobody can write: kernels before 6.7 refuse to share what is sealed.
-    return mmap.mmap(descriptor, length, mmap.MAP_PRIVATE, mmap.PROT_READ)

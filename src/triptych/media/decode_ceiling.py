@@ -6,7 +6,7 @@
     sound     likewise: the samples of all its channels
 
 Memory is that of the address space, which the kernel refuses where it grows beyond; what comes out is written to
-memory of its own and not counted here.
+memory that the engine lends, no more than may come out, and not counted here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""The engine's end of the socket to one decode process.
+"""The engine's ends of what leads to one decode process and back.
 
     greet   what the process is held to -> it is ready
-    ask     a look at what lies there -> the task, with a number made for it
-    reply   Working, then an answer; each with the task's number, and with one descriptor or none
-    cut     from any thread: who waits here finds the process gone
+    ask     a look at what lies there -> the task, with a number made for it and two descriptors of the engine's memory
+    reply   Working, then an answer; each with the task's number
+
+The process can hand back nothing but bytes. Tasks go over a socket that is shut towards the engine: what the process
+would send there is refused, so that no descriptor of the process's ever lies there to be closed, which can take as long
+as whoever made it likes. Answers come over a pipe, which takes no descriptors; each is as long as is said before it,
+and no longer than a message may be.
 
 Between an answer and the next task an honest process has nothing to say. One that was taken over may: a message that
 waits when a task is asked, and one that does not know the task's number, could else be taken for what came of the next
@@ -12,56 +16,57 @@ file, which is somebody else's.
 
 from __future__ import annotations
 
-import array
-import contextlib
 import os
 import secrets
+import select
 import socket
-import threading
-from typing import TYPE_CHECKING, NamedTuple
+import time
+from typing import TYPE_CHECKING
 
-from triptych.media.decode_wire import MAX_MESSAGE, NUMBER, Asked, pack, unpack_answered, unpack_ready
+from triptych.media.decode_wire import (
+    HEAD,
+    NUMBER,
+    Asked,
+    length_after,
+    pack,
+    unpack_answered,
+    unpack_ready,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from triptych.media.bell import Bell
     from triptych.media.decode_wire import Answer, Settings, Task
 
-_ONE_DESCRIPTOR = socket.CMSG_LEN(array.array("i").itemsize)
-
-
-class Unasked(ConnectionError):
-    """The process says what nobody asked it: it is not what was started any more."""
-
-
-class Reply(NamedTuple):
-    """What came of a task, or will."""
-
-    answer: Answer
-    descriptors: list[int]
-    """Of what was decoded: one or none. Closed when it has been looked at."""
-    lost: bool
-    """One was sent, and the engine had no number left for it: it has too many open files."""
-
-
-class _Message(NamedTuple):
-    data: bytes
-    descriptors: list[int]
-    lost: bool
+_LONGEST_POLL = 3600.0
+"""Seconds that the kernel is asked to wait at a time: it takes no more than some days."""
 
 
 class Channel:
-    """Belongs to the thread that asks; only ``cut`` is for others. One task at a time.
+    """Belongs to the thread that asks. One task at a time.
 
     Args:
-        end: the engine's, of a pair of SOCK_SEQPACKET; closed with this.
+        tasks: a socket of a pair of SOCK_SEQPACKET; closed with this.
+        answers: the end of a pipe that is read from; likewise.
+        bell: when it rings, who waits here finds the process gone.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, tasks: socket.socket, answers: int, bell: Bell) -> None:
+        self._tasks = tasks
+        self._answers = answers
+        self._bell = bell
         self._number = b""
-        self._closing = threading.Lock()
-        """Held for a moment, and never while anything is waited for."""
+        tasks.shutdown(socket.SHUT_RD)
+        tasks.setblocking(False)
+        os.set_blocking(answers, False)
+        self._poll = select.poll()
+        for descriptor in (answers, bell.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        self._poll.register(tasks, 0)  # when the process has closed its end
+
+    @property
+    def asked(self) -> bool:
+        """Whether the process was ever sent a task."""
+        return bool(self._number)
 
     def greet(self, settings: Settings, seconds: float) -> None:
         """Have the process ready.
@@ -70,68 +75,70 @@ class Channel:
             ValueError: it says something else.
             OSError: it is gone, or not ready within ``seconds``.
         """
-        self._socket.settimeout(seconds)
-        self._socket.send(pack(settings))
-        with self._received() as message:
-            unpack_ready(message.data)
+        self._tasks.send(pack(settings))
+        unpack_ready(self._message(seconds))
 
-    def ask(self, task: Task, descriptor: int) -> None:
-        """Send a task, and the descriptor of its bytes, which stays the caller's.
+    def ask(self, task: Task, source: int, output: int) -> None:
+        """Send a task, the descriptor of its bytes and that of what comes out, which stay the caller's.
 
         Raises:
-            Unasked: something lies there; the task was not sent.
-            OSError: the process is gone; likewise.
+            ConnectionError: the process is gone, or amiss; it has not seen the task.
+            OSError: it could not be sent for want of something.
         """
-        self._socket.setblocking(False)  # what is sent has all room: whoever answered has read what it was sent before
-        with contextlib.suppress(BlockingIOError):
-            if self._socket.recv(1, socket.MSG_PEEK):
-                raise Unasked("it speaks unasked")
-            raise ConnectionError("the process is gone")
-        self._number = secrets.token_bytes(NUMBER)
-        socket.send_fds(self._socket, [pack(Asked(self._number, task))], [descriptor])
+        if self._poll.poll(0):
+            raise ConnectionError("it is gone, or speaks unasked")
+        number = secrets.token_bytes(NUMBER)
+        try:
+            socket.send_fds(self._tasks, [pack(Asked(number, task))], [source, output])
+        except BlockingIOError:  # there is room for whoever has read what it was sent before
+            raise ConnectionError("it does not listen") from None
+        self._number = number
 
-    @contextlib.contextmanager
-    def reply(self, seconds: float) -> Iterator[Reply]:
+    def reply(self, seconds: float) -> Answer:
         """The next one to the last task.
 
         Raises:
-            ValueError: it is none.
-            Unasked: it is one to something else.
-            OSError: the process is gone, or silent for ``seconds`` (TimeoutError).
+            ValueError: it is none, or one to something else.
+            OSError: the process is gone, or has not said it all within ``seconds`` (TimeoutError).
         """
-        self._socket.settimeout(seconds)
-        with self._received() as message:
-            answered = unpack_answered(message.data)
-            if answered.number != self._number:
-                raise Unasked("it answers something else")
-            yield Reply(answered.answer, message.descriptors, message.lost)
+        answered = unpack_answered(self._message(seconds))
+        if answered.number != self._number:
+            raise ValueError("it answers something else")
+        return answered.answer
 
-    @contextlib.contextmanager
-    def _received(self) -> Iterator[_Message]:
-        """The next message. Its descriptors are closed behind it."""
-        data, extra, flags, _ = self._socket.recvmsg(MAX_MESSAGE, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
-        descriptors = array.array("i")
-        for _, kind, content in extra:
-            if kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(content)
-        try:
-            if not data:
+    def _message(self, seconds: float) -> bytes:
+        until = time.monotonic() + seconds
+        return self._read(length_after(self._read(HEAD, until)), until)
+
+    def _read(self, length: int, until: float) -> bytes:
+        """Exactly so many bytes."""
+        data = b""
+        while len(data) < length:
+            self._wait(until)
+            try:
+                more = os.read(self._answers, length - len(data))
+            except BlockingIOError:  # whoever can write to a pipe can also open it and read
+                continue
+            if not more:
                 raise ConnectionError("the process is gone")
-            # A second descriptor would be cut off as well; where there is not even the first, the kernel had no number.
-            cut_off = bool(flags & socket.MSG_CTRUNC)
-            if cut_off and descriptors:
-                raise ValueError("several descriptors in one message")
-            yield _Message(data, list(descriptors), lost=cut_off)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            data += more
+        return data
 
-    def cut(self) -> None:
-        """End it for both sides; the process then ends too, unless it is decoding. For any thread, at any time."""
-        with self._closing, contextlib.suppress(OSError):  # closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def _wait(self, until: float) -> None:
+        """For something to read."""
+        while True:
+            left = until - time.monotonic()
+            ready = dict(self._poll.poll(max(0.0, min(left, _LONGEST_POLL)) * 1000))
+            if self._bell.rung:
+                raise ConnectionError("the bell rang")
+            if self._answers in ready:
+                return
+            if ready:
+                raise ConnectionError("the process is gone")
+            if left <= 0:
+                raise TimeoutError("nothing is said")
 
     def close(self) -> None:
-        """Let go of it."""
-        with self._closing:
-            self._socket.close()
+        """Let go of it. The process then ends, unless it is decoding."""
+        self._tasks.close()
+        os.close(self._answers)

@@ -1,40 +1,49 @@
 """The engine's end of one decode process: started at the first item, started again when it is gone.
 
-    bytes -> a descriptor and a task -> the process -> an answer, checked -> Picture, Clip or Sound where it lies
-                                          |
-                                          +-> gone, late, lying or out of memory: a MediaError, and another process
-                                          +-> hurried: MediaUnavailable, and no other process any more
+    bytes -> a task, and memory for what comes out -> the process -> an answer, checked -> Picture, Clip or Sound
+                                                        |
+                                                        +-> late or out of memory: a MediaError, and another process
+                                                        +-> gone or lying: once more, if it was asked before
+                                                        +-> hurried: MediaUnavailable, and no other process any more
 
 What an answer says is believed nowhere: decode_channel.py looks whether it is one to what was asked, decode_answers.py
-at what was decoded. An item is to blame for what its own task did to the process; for what was amiss before, and for
-what the engine lacks, it is not.
+at what was decoded. Of a process that breaks off or lies nobody can tell which of its items made it so, unless it had
+only one: that one is to blame, and any other is decoded once more, by a process that has seen nothing else. For what
+the engine lacks no item is to blame.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from triptych.core.errors import Draining, Internal, MediaError, MediaUnavailable
 from triptych.core.media import Stage
-from triptych.media.decode_answers import clip_of, picture_of, sound_of, survey_of
+from triptych.media.bell import Bell
+from triptych.media.decode_answers import (
+    clip_of,
+    clip_room,
+    picture_of,
+    picture_room,
+    sound_of,
+    sound_room,
+    survey_of,
+)
 from triptych.media.decode_ceiling import (
     Ceiling,
     file_ceiling,
     most_clip_seconds,
     most_sound_seconds,
     picture_ceiling,
+    process_output,
 )
-from triptych.media.decode_channel import Channel, Unasked
+from triptych.media.decode_child import Child
+from triptych.media.decode_output import Output
 from triptych.media.decode_wire import (
     ClipTask,
     Failed,
@@ -62,16 +71,14 @@ if TYPE_CHECKING:
     from triptych.core.picture_fit import PictureFit
     from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
-    from triptych.media.decode_channel import Reply
-    from triptych.media.decode_wire import Task
+    from triptych.media.decode_wire import Answer, Task
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
+MOMENT = 0.2
+"""Seconds between the end of a channel and that of its process, where it was not closed on purpose."""
 PATIENCE = 10.0
 """Seconds that an item may take for each of its seconds of processor time: others work here too."""
-_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
-"""Of the engine's environment: what it takes to start Python."""
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Decoded = TypeVar("Decoded")
 Done = TypeVar("Done", Pixels, Survey, Frames, Samples)
@@ -90,10 +97,20 @@ class _Job(Generic[Done, Decoded]):
     most_seconds: float
     """What the process may grant it later."""
     answer: type[Done]
-    taken: Callable[[Done, int], Decoded]
-    """What was decoded, from the answer and its descriptor. Raises ValueError where it is something else."""
-    descriptors: int = 1
-    """That come with the answer; where there is none, ``taken`` gets -1."""
+    taken: Callable[[Done, Output], Decoded]
+    """What was decoded. Raises ValueError where it is something else, OSError where it cannot be mapped."""
+    room: int = 0
+    """Bytes that may come out."""
+
+
+class _Astray(NamedTuple):
+    """A process broke off or lied, and was ended."""
+
+    kind: type[MediaError]
+    """What is said of the item; likewise the reason."""
+    reason: str
+    again: bool
+    """Whether another item may have made it so."""
 
 
 class DecodeProcess:
@@ -112,9 +129,8 @@ class DecodeProcess:
         self._limits = limits
         self._config = config
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._hurried = False
+        self._child: Child | None = None
+        self._hurry = Bell()
         self.starts = 0
         """How often a process was started."""
         self.deaths = 0
@@ -123,8 +139,8 @@ class DecodeProcess:
     @property
     def pid(self) -> int:
         """Of the process; 0 while there is none."""
-        process = self._process
-        return process.pid if process is not None else 0
+        child = self._child
+        return child.pid if child is not None else 0
 
     def start(self) -> None:
         """Have a process that is ready.
@@ -148,17 +164,18 @@ class DecodeProcess:
         task = PictureTask(len(data), kind, size.width, size.height, options.background, fit)
         what = f"{kind.value} picture of {size.width} x {size.height}"
         taken = partial(picture_of, claimed=size, fit=fit)
-        return self._decode(data, _Job(index, what, task, ceiling, ceiling.seconds, Pixels, taken))
+        room = picture_room(size, fit)
+        return self._decode(data, _Job(index, what, task, ceiling, ceiling.seconds, Pixels, taken, room))
 
     def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
         """What decoding a video will cost."""
         ceiling = file_ceiling(len(data), self._limits, self._config)
         task = SurveyTask(len(data), sampling, fit)
 
-        def taken(answer: Survey, _: int) -> ClipSurvey:
+        def taken(answer: Survey, _: Output) -> ClipSurvey:
             return survey_of(answer, sampling, self._limits)
 
-        return self._decode(data, _Job(index, "video", task, ceiling, ceiling.seconds, Survey, taken, descriptors=0))
+        return self._decode(data, _Job(index, "video", task, ceiling, ceiling.seconds, Survey, taken))
 
     def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """The chosen frames of a video, where the process wrote them."""
@@ -166,7 +183,8 @@ class DecodeProcess:
         seconds = most_clip_seconds(len(data), self._limits, self._config)
         taken = partial(clip_of, sampling=sampling, fit=fit, limits=self._limits)
         task = ClipTask(len(data), sampling, fit)
-        return self._decode(data, _Job(index, "video", task, ceiling, seconds, Frames, taken))
+        room = clip_room(sampling, self._limits)
+        return self._decode(data, _Job(index, "video", task, ceiling, seconds, Frames, taken, room))
 
     def sound(
         self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
@@ -177,168 +195,144 @@ class DecodeProcess:
         window = window_length(window_seconds, rate)
         taken = partial(sound_of, rate=rate, window=window, limits=self._limits)
         task = SoundTask(len(data), rate, of_film)
-        return self._decode(data, _Job(index, "sound", task, ceiling, seconds, Samples, taken))
+        room = sound_room(rate, self._limits)
+        return self._decode(data, _Job(index, "sound", task, ceiling, seconds, Samples, taken, room))
 
     def hurry(self) -> None:
-        """End what runs and start nothing any more, for good. At once, from any thread; ``close`` comes after it.
+        """End what runs and start nothing any more, for good; ``close`` comes after it.
 
-        Waits for no lock that is held while something is decoded or started. Who decodes or starts finds the channel
-        cut, and kills the process by itself: only the thread that waits for a process ends it.
+        At once, from any thread: no lock is taken. Who waits for a process hears it, and ends the process.
         """
-        self._hurried = True  # first: who sets a channel looks here after that, so that one of the two is seen
-        channel = self._channel
-        if channel is not None:
-            channel.cut()
+        self._hurry.ring()
 
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            self._end()
+            self._end(STOP_SECONDS)
 
     def _decode(self, data: bytes, job: _Job[Done, Decoded]) -> Decoded:
         with self._lock:
             try:
-                channel = self._send(job, data)
+                outcome = self._attempt(data, job)
+                if isinstance(outcome, _Astray) and outcome.again:
+                    outcome = self._attempt(data, job)  # by another process, which is asked nothing else before
             except Draining as error:
                 raise MediaUnavailable(job.index, str(error), Stage.DECODE) from None
             except (OSError, Internal) as error:
                 reason = f"no process can be had to decode it: {_reason(error)}; retry later"
                 raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
-            return self._answer(channel, job)
+        if isinstance(outcome, _Astray):
+            raise outcome.kind(job.index, outcome.reason, Stage.DECODE)
+        return outcome
 
-    def _send(self, job: _Job[Done, Decoded], data: bytes) -> Channel:
-        """Hand a task over, to a new process where the old one is found gone, or speaks unasked."""
-        descriptor = os.memfd_create("encoded", os.MFD_CLOEXEC)
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(data)
-            for last in (False, True):
-                channel = self._running()
-                try:
-                    channel.ask(job.task, descriptor)
-                    return channel
-                except OSError:
-                    self._fault(kill=True)
-                    if last:
-                        raise
-            raise AssertionError("the second try returns or raises")
-        finally:
-            os.close(descriptor)
+    def _attempt(self, data: bytes, job: _Job[Done, Decoded]) -> Decoded | _Astray:
+        """What one process makes of the item.
 
-    def _answer(self, channel: Channel, job: _Job[Done, Decoded]) -> Decoded:
+        Raises:
+            MediaError: the item is no good, or it cannot be decoded just now.
+            Draining: it was told to hurry.
+            Internal: none can be started.
+            OSError: likewise, or the item cannot be handed over.
+        """
+        child = self._running()
+        before = child.channel.asked
+        with Output(min(job.room, process_output(self._limits))) as output:
+            source = os.memfd_create("encoded", os.MFD_CLOEXEC)
+            try:
+                with open(source, "wb", closefd=False) as file:
+                    file.write(data)
+                child.channel.ask(job.task, source, output.descriptor)
+            except ConnectionError as error:
+                self._fault()
+                reason = f"no process can be had to decode it: {error}; retry later"
+                return _Astray(MediaUnavailable, reason, again=True)
+            finally:
+                os.close(source)
+            return self._answer(child, output, job, again=before)
+
+    def _answer(self, child: Child, output: Output, job: _Job[Done, Decoded], *, again: bool) -> Decoded | _Astray:
         """What was decoded, or why there is nothing."""
         seconds = job.ceiling.seconds
         try:
             for _ in range(2):
-                with channel.reply(seconds * PATIENCE) as reply:
-                    if not isinstance(reply.answer, Working):
-                        return self._taken(reply, job)
-                    seconds = min(reply.answer.seconds, job.most_seconds)
+                answer = child.channel.reply(seconds * PATIENCE)
+                if not isinstance(answer, Working):
+                    return self._taken(answer, output, job)
+                seconds = min(max(answer.seconds, self._config.decode_seconds), job.most_seconds)
             raise ValueError("it says twice that it works")
         except TimeoutError:
-            self._fault(kill=True)
-            reason = f"not decoded within {seconds * PATIENCE:.0f} s: this machine is busy; retry later"
+            self._fault()
+            reason = f"not decoded within {seconds * PATIENCE:.1f} s: this machine is busy; retry later"
             raise MediaUnavailable(job.index, reason, Stage.DECODE) from None
-        except Unasked as error:
-            self._fault(kill=True)  # who made it so cannot be told: this item, or one before it
-            raise MediaUnavailable(job.index, f"its decoder is amiss: {error}; retry later", Stage.DECODE) from error
         except OSError:
-            status = self._fault()
-            if self._hurried:
-                raise MediaUnavailable(job.index, str(_hurried()), Stage.DECODE) from None
-            raise _death(job, status, seconds) from None
+            status = self._fault(MOMENT)
+            if self._hurry.rung:
+                raise _hurried() from None
+            if status == -signal.SIGPROF:
+                reason = f"decoding this {job.what} took more than {seconds:.1f} s of processor time (--decode-seconds)"
+                raise MediaError(job.index, reason, Stage.LIMIT) from None
+            return _death(job.what, status, again=again)
         except ValueError as error:
-            self._fault(kill=True)  # whatever answers there is not what was started
-            raise MediaError(job.index, f"its decoder gives no sane answer: {error}", Stage.DECODE) from error
+            self._fault()  # whatever answers there is not what was started
+            return _insane(str(error), again=again)
 
-    def _taken(self, reply: Reply, job: _Job[Done, Decoded]) -> Decoded:
+    def _taken(self, answer: Answer, output: Output, job: _Job[Done, Decoded]) -> Decoded:
         """What was decoded, or why there is nothing.
 
         Raises:
             ValueError: the answer is none to this task.
         """
-        answer = reply.answer
-        if reply.lost:
-            raise _no_descriptor(job, "the engine")
         if isinstance(answer, OutOfFiles):
-            self._fault(kill=True)  # it needs a dozen: this one may have lost some
-            raise _no_descriptor(job, "its decoder")
-        if isinstance(answer, job.answer) and len(reply.descriptors) == job.descriptors:
+            self._fault()  # it needs a dozen: this one may have lost some
+            reason = "its decoder has too many open files (ulimit -n) to decode it; retry later"
+            raise MediaUnavailable(job.index, reason, Stage.DECODE)
+        if isinstance(answer, job.answer):
             try:
-                return job.taken(answer, *(reply.descriptors or [-1]))
+                return job.taken(answer, output)
             except OSError as error:
                 reason = f"what was decoded cannot be mapped: {_reason(error)}; retry later"
                 raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
         if isinstance(answer, OutOfMemory):
-            self._fault(kill=True)  # what ran out of memory in its middle is not asked again
+            self._fault()  # what ran out of memory in its middle is not asked again
             what = f"decoding this {job.what} takes more than {job.ceiling.memory >> 20} MiB (--decode-memory-bytes)"
             raise MediaError(job.index, what, Stage.LIMIT)
         if isinstance(answer, Failed):
             reason = "".join(letter for letter in answer.reason if letter.isprintable())
             raise MediaError(job.index, reason, answer.stage)
-        raise ValueError(f"{type(answer).__name__} with {len(reply.descriptors)} descriptors for a {job.what}")
+        raise ValueError(f"{type(answer).__name__} for a {job.what}")
 
-    def _running(self) -> Channel:
-        if self._process is not None and self._process.poll() is not None:
+    def _running(self) -> Child:
+        if self._child is not None and self._child.has_ended():
             self._fault()
-        if self._hurried:
+        if self._hurry.rung:
             raise _hurried()
-        return self._channel if self._channel is not None else self._start()
+        return self._child if self._child is not None else self._start()
 
-    def _start(self) -> Channel:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel = channel = Channel(ours)
+    def _start(self) -> Child:
+        self._child = child = Child(self._hurry)
+        self.starts += 1
         try:
-            with theirs:
-                if self._hurried:
-                    raise _hurried()
-                self._process = subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "triptych.media.decode_process", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in a terminal does not reach it
-                    env=_environment(),
-                )
-            self.starts += 1
-            self._greet(channel)
-        except BaseException:
-            self._end(kill=True)
-            raise
-        return channel
-
-    def _greet(self, channel: Channel) -> None:
-        try:
-            channel.greet(Settings(self._limits, self._config), START_SECONDS)
+            child.channel.greet(Settings(self._limits, self._config), START_SECONDS)
         except (OSError, ValueError) as error:
-            if self._hurried:
+            self._end()
+            if self._hurry.rung:
                 raise _hurried() from None
             what = "the process that decodes media does not start; its own message is in the log"
             raise Internal(what) from error
+        except BaseException:
+            self._end()
+            raise
+        return child
 
-    def _fault(self, *, kill: bool = False) -> int:
-        if not self._hurried:
+    def _fault(self, seconds: float = 0.0) -> int | None:
+        if not self._hurry.rung:
             self.deaths += 1
-        return self._end(kill=kill)
+        return self._end(seconds)
 
-    def _end(self, *, kill: bool = False) -> int:
-        """End the process, which does so by itself when its channel is closed; its exit status."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is None:
-            return 0
-        process, self._process = self._process, None
-        if not (kill or self._hurried):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(STOP_SECONDS)
-        process.kill()
-        return process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Nothing that others have no business with, such as secrets."""
-    return {name: os.environ[name] for name in _VARIABLES if name in os.environ} | dict.fromkeys(_THREADS, "1")
+    def _end(self, seconds: float = 0.0) -> int | None:
+        """End the process; its exit status, or None where it did not end by itself within so many seconds."""
+        child, self._child = self._child, None
+        return child.end(seconds) if child is not None else None
 
 
 def _hurried() -> Draining:
@@ -352,18 +346,16 @@ def _reason(error: OSError | Internal) -> str:
     return str(error)
 
 
-def _no_descriptor(job: _Job[Done, Decoded], who: str) -> MediaUnavailable:
-    reason = f"{who} has too many open files (ulimit -n) to decode it; retry later"
-    return MediaUnavailable(job.index, reason, Stage.DECODE)
+def _insane(what: str, *, again: bool) -> _Astray:
+    return _Astray(MediaError, f"its decoder gives no sane answer: {what}", again)
 
 
-def _death(job: _Job[Done, Decoded], status: int, seconds: float) -> MediaError:
+def _death(what: str, status: int | None, *, again: bool) -> _Astray:
     """Why there is no answer."""
-    if status == -signal.SIGPROF:
-        reason = f"decoding this {job.what} took more than {seconds:.1f} s of processor time (--decode-seconds)"
-        return MediaError(job.index, reason, Stage.LIMIT)
+    if status is None:
+        return _insane("it closed its channel and went on", again=again)
     if status == -signal.SIGKILL:
         reason = "the process that decoded it was killed, perhaps for want of memory; retry later"
-        return MediaUnavailable(job.index, reason, Stage.DECODE)
+        return _Astray(MediaUnavailable, reason, again=False)  # nobody is blamed, and memory may still be short
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-    return MediaError(job.index, f"damaged {job.what}: its decoder crashed ({how})", Stage.DECODE)
+    return _Astray(MediaError, f"damaged {what}: its decoder crashed ({how})", again)

@@ -1,7 +1,7 @@
 """One process in which media are decoded. Started by ``decode_host``.
 
     start   imports the decoders, hears what it is held to, limits itself for good, says that it is ready
-    task    reads the bytes, limits its memory and processor time, decodes, writes what comes out, answers
+    task    limits its memory and processor time, reads the bytes, decodes into memory that it was lent, answers
     end     when the other end of its socket is closed
 
 An encoded item is a program that a stranger wrote for a decoder that others wrote: it can make it loop, take all
@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import AvifImagePlugin, PpmImagePlugin
@@ -31,7 +31,6 @@ from triptych.core.media import Stage
 from triptych.core.media_options import PictureOptions
 from triptych.media.audio import open_sound
 from triptych.media.decode import Admitted, decode, explain, is_memory
-from triptych.media.decode_answers import SEALS
 from triptych.media.decode_ceiling import (
     Ceiling,
     clip_seconds,
@@ -61,6 +60,7 @@ from triptych.media.decode_wire import (
     Survey,
     SurveyTask,
     Working,
+    framed,
     pack,
     unpack_asked,
     unpack_settings,
@@ -82,23 +82,18 @@ _KEPT = 256 * 1024 * 1024
 _STATM = Path("/proc/self/statm")
 
 
-class _Result(NamedTuple):
-    """What is answered, and the descriptor that goes with it, to be closed."""
-
-    answer: Answer
-    descriptors: tuple[int, ...] = ()
-
-
 class DecodeServer:
-    """Does what the engine at the other end of a socket asks for, one task at a time.
+    """Does what the engine asks for, one task at a time.
 
     Args:
-        channel: To the engine.
+        tasks: A socket that they come by.
+        answers: A pipe that they go to.
         settings: What this process is held to for good.
     """
 
-    def __init__(self, channel: socket.socket, settings: Settings) -> None:
-        self._channel = channel
+    def __init__(self, tasks: socket.socket, answers: int, settings: Settings) -> None:
+        self._tasks = tasks
+        self._answers = answers
         self._limits = settings.limits
         self._config = settings.config
         self._most = _mapped() + process_memory(settings.limits, settings.config) + _KEPT
@@ -108,102 +103,85 @@ class DecodeServer:
 
     def serve(self) -> bool:
         """Do one task; False when there are no more."""
-        message, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 1)
+        message, descriptors, _, _ = socket.recv_fds(self._tasks, MAX_MESSAGE, 2)
         if not message:
             return False
         asked = unpack_asked(message)
         try:
-            if not descriptors:  # the kernel found no number for it
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            result = self._done(asked, descriptors[0])
+            with contextlib.ExitStack() as files:
+                source, output = _opened(descriptors, files)
+                answer = self._done(asked, source, output)
+                # The engine does so too. It is quicker where it was written: the pages are in that processor's hands.
+                fcntl.fcntl(output, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         except Exception as error:
-            result = _Result(_failure(asked.task, error))
+            answer = _failure(asked.task, error)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        socket.send_fds(self._channel, [pack(Answered(asked.number, result.answer))], result.descriptors)
-        for descriptor in result.descriptors:
-            os.close(descriptor)
+        self._say(asked.number, answer)
         return True
 
-    def _done(self, asked: Asked, descriptor: int) -> _Result:
+    def _say(self, number: bytes, answer: Answer) -> None:
+        os.write(self._answers, framed(pack(Answered(number, answer))))
+
+    def _done(self, asked: Asked, source: FileIO, output: FileIO) -> Answer:
         task = asked.task
         if isinstance(task, PictureTask):
             ceiling = picture_ceiling(Size(task.width, task.height), task.fit, task.length, self._config)
         else:
             ceiling = file_ceiling(task.length, self._limits, self._config)
         self._hold(ceiling)
-        try:
-            data = os.pread(descriptor, task.length, 0)
-        finally:
-            os.close(descriptor)
+        with source:
+            data = os.pread(source.fileno(), task.length, 0)
         if isinstance(task, PictureTask):
-            return _picture(task, data)
+            return _picture(task, data, output)
         if isinstance(task, SurveyTask):
             with open_clip(0, data, task.sampling, self._limits, task.fit) as clip:
-                return _Result(Survey(*clip.survey))
+                return Survey(*clip.survey)
         if isinstance(task, ClipTask):
-            return self._clip(asked.number, task, data)
-        return self._sound(asked.number, task, data)
+            return self._clip(asked.number, task, data, output)
+        return self._sound(asked.number, task, data, output)
 
     def _hold(self, ceiling: Ceiling) -> None:
         signal.setitimer(signal.ITIMER_PROF, ceiling.seconds)
         resource.setrlimit(resource.RLIMIT_AS, (min(_mapped() + ceiling.memory, self._most), self._most))
 
-    def _clip(self, number: bytes, task: ClipTask, data: bytes) -> _Result:
-        with open_clip(0, data, task.sampling, self._limits, task.fit) as clip, _Paper() as paper:
+    def _clip(self, number: bytes, task: ClipTask, data: bytes, output: FileIO) -> Frames:
+        with open_clip(0, data, task.sampling, self._limits, task.fit) as clip:
             self._work(number, clip_seconds(clip.survey.decoded_pixels, len(data), self._config))
-            plan, size = clip.decode(paper.write)
-            paper.write(np.array(plan.indices, INDEX))
-            paper.write(np.array(plan.timestamps, TIMESTAMP))
-            answer = Frames(len(plan.indices), size.height, size.width, plan.fps, plan.total, plan.duration)
-            return _Result(answer, (paper.seal(),))
+            plan, size = clip.decode(lambda frame: _write(output, frame))
+            _write(output, np.array(plan.indices, INDEX))
+            _write(output, np.array(plan.timestamps, TIMESTAMP))
+            return Frames(len(plan.indices), size.height, size.width, plan.fps, plan.total, plan.duration)
 
-    def _sound(self, number: bytes, task: SoundTask, data: bytes) -> _Result:
-        with open_sound(0, data, self._limits, of_film=task.of_film) as sound, _Paper() as paper:
+    def _sound(self, number: bytes, task: SoundTask, data: bytes, output: FileIO) -> Samples:
+        with open_sound(0, data, self._limits, of_film=task.of_film) as sound:
             self._work(number, sound_seconds(sound.samples, sound.packets, len(data), self._config))
-            count = sound.decode(task.rate, lambda stretch: paper.write(stretch.astype(SAMPLE, copy=False)))
-            return _Result(Samples(count), (paper.seal(),))
+            return Samples(sound.decode(task.rate, lambda stretch: _write(output, stretch.astype(SAMPLE, copy=False))))
 
     def _work(self, number: bytes, seconds: float) -> None:
         """Say what is granted from here on."""
-        self._channel.send(pack(Answered(number, Working(seconds))))
+        self._say(number, Working(seconds))
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-class _Paper:
-    """Memory that what is decoded is written to as it comes, and that nobody can change any more when it is sealed."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("decoded", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.file: FileIO = open(self._descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        self._sealed = False
-
-    def write(self, numbers: npt.NDArray[Any]) -> None:
-        """Add to it."""
-        left = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
-        while left:
-            left = left[self.file.write(left) :]
-
-    def seal(self) -> int:
-        """The descriptor, which is the caller's to close."""
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
-        self._sealed = True
-        return self._descriptor
-
-    def __enter__(self) -> _Paper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        if not self._sealed:
-            os.close(self._descriptor)
+def _opened(descriptors: list[int], files: contextlib.ExitStack) -> list[FileIO]:
+    """The bytes, and what comes out; both are closed before it is answered: the engine seals what nobody writes to."""
+    opened = [files.enter_context(open(descriptor, "r+b", buffering=0)) for descriptor in descriptors]  # noqa: SIM115
+    if len(opened) < 2:  # the kernel found no number for one
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return opened
 
 
-def _picture(task: PictureTask, data: bytes) -> _Result:
-    with _Paper() as paper:
-        admitted = Admitted(task.kind, Size(task.width, task.height))
-        image, source = decode(0, data, admitted, PictureOptions(task.background), task.fit)
-        image.save(paper.file, PpmImagePlugin.PpmImageFile.format)  # packed without a copy between
-        return _Result(Pixels(image.width, image.height, source.width, source.height), (paper.seal(),))
+def _write(file: FileIO, numbers: npt.NDArray[Any]) -> None:
+    left = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+    while left:
+        left = left[file.write(left) :]
+
+
+def _picture(task: PictureTask, data: bytes, output: FileIO) -> Pixels:
+    admitted = Admitted(task.kind, Size(task.width, task.height))
+    image, source = decode(0, data, admitted, PictureOptions(task.background), task.fit)
+    image.save(output, PpmImagePlugin.PpmImageFile.format)  # packed without a copy between
+    return Pixels(image.width, image.height, source.width, source.height)
 
 
 def _failure(task: Task, error: Exception) -> Answer:
@@ -225,19 +203,19 @@ def _mapped() -> int:
 
 
 def main() -> None:
-    """Serve the engine at the other end of the socket that the command line names."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    """Serve the engine; the command line names the socket that tasks come by and the pipe that answers go to."""
+    tasks, answers = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the engine drains first; its end is ours
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each would take memory of its own
     os.nice(NICENESS)
     with contextlib.suppress(ConnectionError):  # the other end is gone
-        message = channel.recv(MAX_MESSAGE)
+        message = tasks.recv(MAX_MESSAGE)
         if not message:
             return
-        server = DecodeServer(channel, unpack_settings(message))
-        channel.send(pack(Ready()))
+        server = DecodeServer(tasks, answers, unpack_settings(message))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.write(answers, framed(pack(Ready())))
         while server.serve():
             pass
 

@@ -1,17 +1,18 @@
-"""What an engine and its decode processes say to each other: one message each, at most one descriptor with it.
+"""What an engine and its decode processes say to each other: bytes, and to the process two descriptors with each task.
 
     engine -> process    Settings                        once
     process -> engine    Ready                           once
-    engine -> process    Asked: a task                   with a descriptor of the encoded bytes
+    engine -> process    Asked: a task                   with the encoded bytes, and memory for what comes out
     process -> engine    Answered: Working               of a video or a sound, once it is known what it needs
                          Survey                          of a video that is only looked at
-                         Pixels, Frames, Samples         with a descriptor of what was decoded
+                         Pixels, Frames, Samples         what was decoded lies in that memory, from its first byte on
                          Failed, OutOfMemory, OutOfFiles in their place
 
-Each task has a number that nobody can guess, and its answers repeat it: what a process sent before it was asked is no
-answer. Messages are strict: a field too many, one too few or one of another type is none. Neither end believes the
-other's descriptors: the process reads the length that it was told, and the engine (decode_answers.py) asks for seals
-that keep what was decoded as it is, and for exactly the bytes that the numbers come to:
+What the process says goes into a pipe, and the length of each message stands before it. Each task has a number that
+nobody can guess, and its answers repeat it: what a process sent before it was asked is no answer. Messages are strict:
+a field too many, one too few or one of another type is none. Neither end believes the other: the process reads the
+length that it was told, and the engine seals the memory, which is its own, and takes from it (decode_output.py) exactly
+the bytes that the numbers come to:
 
     Pixels     a PPM file: a line of text, then [height, width, 3] bytes
     Frames     [frames, height, width, 3] bytes, then indices, [frames] int64, then timestamps, [frames] float64
@@ -33,6 +34,8 @@ from triptych.media.header import Format  # noqa: TC001
 
 MAX_MESSAGE = 4096
 """Bytes of the longest message."""
+HEAD = 2
+"""Bytes of the length that stands before an answer."""
 NUMBER = 8
 """Bytes of a task's number."""
 MAX_REASON = 800
@@ -190,6 +193,23 @@ def pack(message: Settings | Ready | Asked | Answered) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def framed(message: bytes) -> bytes:
+    """As it goes into a pipe."""
+    return len(message).to_bytes(HEAD, "little") + message
+
+
+def length_after(head: bytes) -> int:
+    """Of the message that follows.
+
+    Raises:
+        ValueError: none is so long.
+    """
+    length = int.from_bytes(head, "little")
+    if length > MAX_MESSAGE:
+        raise ValueError(f"a message of {length} bytes")
+    return length
+
+
 def unpack_settings(message: bytes) -> Settings:
     """From bytes.
 
@@ -227,5 +247,5 @@ def unpack_answered(message: bytes) -> Answered:
 
 
 def pixels_header(width: int, height: int) -> bytes:
-    """What stands before the pixels in their descriptor: the file is a PPM."""
+    """What stands before the pixels: they are a PPM file."""
     return b"P6\n%d %d\n255\n" % (width, height)

@@ -78,7 +78,7 @@ class Holding:
         held, most = self._held.bytes, self._held.limits.max_waiting_bytes
         if size > 0 and held > self.bytes and held + size > most:
             raise Overloaded(
-                f"media item {index}: fetch: {held} bytes of media are held already; at most {most} (--max-waiting-bytes); "
-                "retry later"
+                f"media item {index}: fetch: {held} bytes of media are held already; at most {most} "
+                "(--max-waiting-bytes); retry later"
             )
         self.keep(index, size)
