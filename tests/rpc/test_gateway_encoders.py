@@ -12,6 +12,7 @@ from tests.rpc.gateway_harness import TEXT, asking, error_of, running, until, ur
 from tests.rpc.gateway_parts import Decode, Encoder, Prefill, Reader, Shelf
 from triptych.core.errors import (
     Draining,
+    DuplicateRequest,
     Internal,
     InvalidRequest,
     MediaError,
@@ -45,7 +46,9 @@ def shelf() -> Shelf:
     return Shelf()
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), Draining("connection lost"), TransientFailure("lost")])
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), Draining("connection lost"), TransientFailure("lost"), DuplicateRequest("in use")]
+)
 async def test_what_one_encoder_cannot_do_another_one_does(directory: Path, shelf: Shelf, error: TriptychError) -> None:
     one, two, reader = Encoder(directory, shelf), Encoder(directory, shelf, "e:2"), Reader(directory, shelf=shelf)
     one.failures = [error]

@@ -13,6 +13,7 @@ from tests.rpc.gateway_harness import WITH_PICTURE, Caller, error_of, running, u
 from tests.rpc.gateway_parts import Decode, Prefill
 from triptych.core.errors import (
     Draining,
+    DuplicateRequest,
     InvalidRequest,
     KvSessionNotFound,
     KvTransferFailed,
@@ -101,7 +102,7 @@ async def test_an_aggregated_engine_needs_no_pair(directory: Path) -> None:
         assert (len(prefill.requests), len(whole.requests)) == (0, 1)
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), Draining("ending")])
+@pytest.mark.parametrize("error", [Overloaded("full"), Draining("ending"), DuplicateRequest("in use")])
 async def test_a_prefill_that_is_refused_goes_elsewhere(directory: Path, error: TriptychError) -> None:
     one, two, decode = Prefill(directory), Prefill(directory, "p:2"), Decode(directory)
     one.failures = [error]

@@ -10,7 +10,15 @@ import pytest
 from tests.chat_files import write_chat_files
 from tests.rpc.engine_twin import EngineTwin, finished
 from tests.rpc.gateway_harness import Caller, error_of, running, until
-from triptych.core.errors import Draining, Internal, InvalidRequest, MediaUnavailable, Overloaded, TriptychError
+from triptych.core.errors import (
+    Draining,
+    DuplicateRequest,
+    Internal,
+    InvalidRequest,
+    MediaUnavailable,
+    Overloaded,
+    TriptychError,
+)
 from triptych.core.events import Failed, Tokens
 from triptych.core.media import Stage
 from triptych.gateway.app import Gateway
@@ -85,7 +93,10 @@ async def test_a_dead_engine_is_passed_over_and_used_again_when_it_is_back(direc
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("error", [Overloaded("the media queue is full"), Draining("ending"), TransientFailure("lost")])
+@pytest.mark.parametrize(
+    "error",
+    [Overloaded("the media queue is full"), Draining("ending"), TransientFailure("lost"), DuplicateRequest("in use")],
+)
 async def test_an_engine_that_fails_before_its_first_delta_is_passed_over(
     directory: Path, stream: bool, error: TriptychError
 ) -> None:

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triptych.core.errors import Draining, Internal, TriptychError
+from triptych.core.errors import Draining, DuplicateRequest, Internal, TriptychError
 from triptych.gateway.abilities import Abilities, Kind, Part, kinds
 from triptych.wire.gen import lifecycle_pb2
 from triptych.wire.modality import read_markers
@@ -205,6 +205,9 @@ class Engine:
         except Draining:
             self.suspect.set()
             raise
+        except DuplicateRequest as error:
+            # The id is the gateway's own, so it is no fault of the client's; whoever asks ends the twin.
+            raise Draining(f"{self.address}: the call came twice on its way: {error}") from error
 
     def left(self, count: int = 1) -> None:
         """So many requests or items less run there."""
