@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.web import PUBLIC, Site, Web, answer, failure, fetcher, redirect
+from tests.contract.web import PUBLIC, LoneFetcher, Site, Web, answer, failure, fetcher, redirect
 from triptych.core.config import FetchSettings, MediaLimits
 from triptych.core.errors import MediaError, StartupError
 from triptych.core.media import Stage
-from triptych.media.fetch import Fetcher
 from triptych.media.network import SystemNetwork
 
 if TYPE_CHECKING:
@@ -256,12 +255,12 @@ async def test_the_machines_own_network(web: Web) -> None:
     await site.start()
     try:
         ports = {"fetch_ports": (site.port,)}
-        closed = Fetcher(FetchSettings(**ports), MediaLimits(), network)
+        closed = LoneFetcher(FetchSettings(**ports), MediaLimits(), network)
         for host in ("127.0.0.1", "localhost", "2130706433", "[::ffff:127.0.0.1]"):
             with pytest.raises(MediaError, match="a loopback address"):
                 await closed.fetch(0, f"http://{host}:{site.port}/")
         assert site.heads == []
-        opened = Fetcher(FetchSettings(**ports, fetch_private_networks=True), MediaLimits(), network)
+        opened = LoneFetcher(FetchSettings(**ports, fetch_private_networks=True), MediaLimits(), network)
         assert await opened.fetch(0, f"http://0x7f.1:{site.port}/") == b"by number"
         assert await opened.fetch(0, f"http://localhost:{site.port}/") == b"by name"
         assert site.heads[1].split(b"\r\n")[1] == f"Host: localhost:{site.port}".encode()
