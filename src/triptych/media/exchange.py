@@ -46,8 +46,11 @@ _MAX_INTERIM = 16
 
 @dataclass(slots=True)
 class Progress:
-    """What a fetch is doing, for the message when its time is over."""
+    """What a fetch is doing, for the message when its time is over, and what it brings."""
 
+    count: Callable[[int], None]
+    """Told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What it raises
+    ends the fetch."""
     host: str = "the URL"
     doing: str = "before it began"
 
@@ -84,7 +87,6 @@ async def get(
     limit: int,
     progress: Progress,
     *,
-    count: Callable[[int], None],
     whole_url: bool = False,
 ) -> Answer:
     """Ask for the target on a connected socket. The connection is closed by the time this returns, however it does.
@@ -95,8 +97,6 @@ async def get(
         tls: for https.
         limit: bytes of the body.
         progress: kept up to date.
-        count: told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What it
-            raises ends the exchange.
         whole_url: whether to ask by the URL instead of its path, as proxies want it.
 
     Raises:
@@ -113,7 +113,7 @@ async def get(
             ssl=tls if encrypted else None,
             server_hostname=target.host if encrypted else None,
         )
-        return await _Exchange(incoming, target, limit, progress, count).run(whole_url=whole_url)
+        return await _Exchange(incoming, target, limit, progress).run(whole_url=whole_url)
     except ssl.SSLCertVerificationError as error:
         raise FetchFailure(
             f"{target.host}: its certificate is not trusted: {error.verify_message} (--fetch-ca-file)"
@@ -129,14 +129,11 @@ async def get(
 class _Exchange:
     """The states of one exchange."""
 
-    def __init__(
-        self, incoming: Incoming, target: Target, limit: int, progress: Progress, count: Callable[[int], None]
-    ) -> None:
+    def __init__(self, incoming: Incoming, target: Target, limit: int, progress: Progress) -> None:
         self._incoming = incoming
         self._target = target
         self._limit = limit
         self._progress = progress
-        self._count = count
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD)
         self._ended = False
 
@@ -210,7 +207,7 @@ class _Exchange:
         try:
             await self._read_into(body)
         except BaseException:
-            self._count(-body.tell())
+            self._progress.count(-body.tell())
             raise
         return body.getvalue()
 
@@ -220,7 +217,7 @@ class _Exchange:
             size = body.tell() + len(event.data)
             if size > self._limit:
                 raise self._too_large(f"more than {self._limit} bytes")
-            self._count(len(event.data))
+            self._progress.count(len(event.data))
             body.write(event.data)
             self._progress.doing = f"after {size} bytes of the body"
             pieces += 1

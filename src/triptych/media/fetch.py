@@ -81,8 +81,6 @@ class _Journey:
     retries: int
     """That are left to it, over all hops."""
     progress: Progress
-    count: Callable[[int], None]
-    """See ``exchange.get``."""
     lane: asyncio.Semaphore
     """See ``Fetcher.fetch``."""
 
@@ -119,18 +117,17 @@ class Fetcher:
         Args:
             index: of the item, for the message.
             url: as the client sent it. No message repeats more of it than its host.
-            count: told of the bytes of each piece before it is stored, and of those that are thrown away, below 0. What
-                it raises ends the fetch.
+            count: see ``exchange.Progress``.
             lane: how many of one request's items are fetched at once; the wait for it is part of an item's time.
 
         Raises:
             MediaError: it cannot be had; of the class MediaUnavailable where a retry may help.
         """
         self._tally.items += 1
-        seconds, progress = self._settings.fetch_seconds, Progress()
+        seconds, progress = self._settings.fetch_seconds, Progress(count)
         try:
             async with self._network.deadline(seconds) as deadline:
-                journey = _Journey(deadline, self._settings.fetch_retries, progress, count, lane)
+                journey = _Journey(deadline, self._settings.fetch_retries, progress, lane)
                 body = await self._follow(parse(url), journey)
         except TriptychError:
             self._tally.failed += 1
@@ -176,7 +173,6 @@ class Fetcher:
                         self._tls,
                         self._limit,
                         progress,
-                        count=journey.count,
                         whole_url=forwarded,
                     )
             except FetchFailure as failure:
