@@ -167,14 +167,7 @@ class Fetcher:
                         addresses = await self._look_up(target, progress)
                     connection = await self._connect(target, addresses, progress)
                     forwarded = self._proxy is not None and target.scheme == "http"
-                    return await get(
-                        connection,
-                        target,
-                        self._tls,
-                        self._limit,
-                        progress,
-                        whole_url=forwarded,
-                    )
+                    return await get(connection, target, self._tls, self._limit, progress, whole_url=forwarded)
             except FetchFailure as failure:
                 wait = max(pause, failure.after)
                 if not failure.retryable or not journey.retries or wait >= journey.left():
