@@ -14,7 +14,7 @@ from tests.contract.one_process import LIMITS, decode, descriptors, is_gone, is_
 from tests.corpus.drawn import RGB
 from triptych.core.config import DecodeConfig
 from triptych.core.errors import MediaError, MediaUnavailable
-from triptych.media import decode_host
+from triptych.media import decode_child, decode_host
 from triptych.media.decode_host import DecodeProcess
 
 if TYPE_CHECKING:
@@ -118,6 +118,60 @@ def test_only_the_first_item_of_a_process_is_to_blame_for_its_end(
     assert decode(worker).shape == (2, 4, 3)
     assert (decode(worker) == RGB).all()
     assert (worker.starts, worker.deaths) == (2, 1)
+
+
+NESTED = "b'\\x82\\xa6number\\xc4\\x08' + number + b'\\xa6answer\\x81\\xa1x' + b'\\x91' * 3900 + b'\\xc0'"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        "say(Answered(number, OutOfMemory()))",
+        "os.kill(os.getpid(), signal.SIGPROF)",
+        f"os.write(answers, framed({NESTED}))",
+    ],
+    ids=["memory", "time", "nested"],
+)
+def test_what_a_process_says_that_had_others_before_is_looked_at_again(
+    worker: DecodeProcess, play: Play, lie: str
+) -> None:
+    play(f"answer(); number, _ = hear(); {lie}{FOREVER}")
+    assert decode(worker).shape == (2, 4, 3)
+    assert (decode(worker) == RGB).all()
+    assert (worker.starts, worker.deaths) == (2, 1)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_none(worker: DecodeProcess, play: Play) -> None:
+    play(f"number, _ = hear(); os.write(answers, framed({NESTED})){FOREVER}")
+    assert "no sane answer" in reason(worker)
+    assert (decode(worker) == RGB).all()
+
+
+TRACED = """
+import ctypes
+heard, told = os.pipe()
+if not os.fork():
+    os.setsid()
+    libc, parent = ctypes.CDLL(None, use_errno=True), os.getppid()
+    seized = libc.ptrace(0x4206, parent, None, None)  # PTRACE_SEIZE
+    os.close(answers); tasks.close()
+    os.write(told, b"%d" % seized); time.sleep(5); os._exit(0)
+os.close(told)
+if os.read(heard, 9) != b"0":
+    number, _ = hear(); refuse(number, "untraced")
+"""
+
+
+def test_a_process_whose_status_a_tracer_keeps_back_holds_nobody(
+    worker: DecodeProcess, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_child, "REAP_SECONDS", 0.1)
+    play(TRACED + "hear(); os._exit(3)")
+    if reason(worker) == "untraced":
+        pytest.skip("nobody may trace here")
+    assert [thread.name for thread in threading.enumerate()].count("decode-reaper") == 1
+    assert (decode(worker) == RGB).all()
+    until(lambda: "decode-reaper" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_no_item_is_to_blame_for_a_process_that_is_killed(worker: DecodeProcess, play: Play) -> None:

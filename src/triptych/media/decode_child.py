@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")
 """Of the engine's environment: what it takes to start Python."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+REAP_SECONDS = 2.0
+"""From the killing of a process until its status is there; then somebody keeps it back."""
 _LOOK_SECONDS = 0.005
 """Between two looks whether it has ended."""
 
@@ -73,15 +76,25 @@ class Child:
 
     def end(self, seconds: float) -> int | None:
         """End it; its status, or None where it did not end by itself within so many seconds."""
+        if not seconds:
+            self._kill()  # before anything of its own is closed
         self.channel.close()
         until = time.monotonic() + seconds
         while not (ended := self.has_ended()) and time.monotonic() < until and not self._bell.wait(_LOOK_SECONDS):
             pass
+        self._kill()
+        try:
+            status = self._process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:  # whoever traces it can keep its status from us for as long as they like
+            threading.Thread(target=self._process.wait, name="decode-reaper", daemon=True).start()
+            return None
+        return status if ended and seconds else None
+
+    def _kill(self) -> None:
+        """It, and whoever is in its group still; not after its status is read."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-        status = self._process.wait()
-        return status if ended else None
 
 
 def _environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -111,6 +112,7 @@ class _Astray(NamedTuple):
     reason: str
     again: bool
     """Whether another item may have made it so."""
+    stage: Stage = Stage.DECODE
 
 
 class DecodeProcess:
@@ -222,7 +224,7 @@ class DecodeProcess:
                 reason = f"no process can be had to decode it: {_reason(error)}; retry later"
                 raise MediaUnavailable(job.index, reason, Stage.DECODE) from error
         if isinstance(outcome, _Astray):
-            raise outcome.kind(job.index, outcome.reason, Stage.DECODE)
+            raise outcome.kind(job.index, outcome.reason, outcome.stage)
         return outcome
 
     def _attempt(self, data: bytes, job: _Job[Done, Decoded]) -> Decoded | _Astray:
@@ -252,12 +254,12 @@ class DecodeProcess:
 
     def _answer(self, child: Child, output: Output, job: _Job[Done, Decoded], *, again: bool) -> Decoded | _Astray:
         """What was decoded, or why there is nothing."""
-        seconds = job.ceiling.seconds
+        seconds, begin = job.ceiling.seconds, time.monotonic()
         try:
             for _ in range(2):
                 answer = child.channel.reply(seconds * PATIENCE)
                 if not isinstance(answer, Working):
-                    return self._taken(answer, output, job)
+                    return self._taken(answer, output, job, again=again)
                 seconds = min(max(answer.seconds, self._config.decode_seconds), job.most_seconds)
             raise ValueError("it says twice that it works")
         except TimeoutError:
@@ -270,13 +272,14 @@ class DecodeProcess:
                 raise _hurried() from None
             if status == -signal.SIGPROF:
                 reason = f"decoding this {job.what} took more than {seconds:.1f} s of processor time (--decode-seconds)"
-                raise MediaError(job.index, reason, Stage.LIMIT) from None
+                early = time.monotonic() - begin < seconds  # then it says so, and has not
+                return _Astray(MediaError, reason, again and early, Stage.LIMIT)
             return _death(job.what, status, again=again)
         except ValueError as error:
             self._fault()  # whatever answers there is not what was started
             return _insane(str(error), again=again)
 
-    def _taken(self, answer: Answer, output: Output, job: _Job[Done, Decoded]) -> Decoded:
+    def _taken(self, answer: Answer, output: Output, job: _Job[Done, Decoded], *, again: bool) -> Decoded | _Astray:
         """What was decoded, or why there is nothing.
 
         Raises:
@@ -295,7 +298,7 @@ class DecodeProcess:
         if isinstance(answer, OutOfMemory):
             self._fault()  # what ran out of memory in its middle is not asked again
             what = f"decoding this {job.what} takes more than {job.ceiling.memory >> 20} MiB (--decode-memory-bytes)"
-            raise MediaError(job.index, what, Stage.LIMIT)
+            return _Astray(MediaError, what, again, Stage.LIMIT)
         if isinstance(answer, Failed):
             reason = "".join(letter for letter in answer.reason if letter.isprintable())
             raise MediaError(job.index, reason, answer.stage)

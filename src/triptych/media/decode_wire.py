@@ -21,7 +21,7 @@ the bytes that the numbers come to:
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -179,6 +179,8 @@ class Answered(_Message, frozen=True):
     answer: Answer
 
 
+Message = TypeVar("Message", Ready, Answered)
+
 _settings = msgspec.msgpack.Decoder(Settings)
 _ready = msgspec.msgpack.Decoder(Ready)
 _asked = msgspec.msgpack.Decoder(Asked)
@@ -225,7 +227,7 @@ def unpack_ready(message: bytes) -> Ready:
     Raises:
         ValueError: they are no such message.
     """
-    return _ready.decode(message)
+    return _read(_ready, message)
 
 
 def unpack_asked(message: bytes) -> Asked:
@@ -243,7 +245,15 @@ def unpack_answered(message: bytes) -> Answered:
     Raises:
         ValueError: they are no such message.
     """
-    return _answered.decode(message)
+    return _read(_answered, message)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Message], message: bytes) -> Message:
+    """What the process says, which may be anything."""
+    try:
+        return decoder.decode(message)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def pixels_header(width: int, height: int) -> bytes:
