@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import re
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.contract.corpus_run import LIMITS, Run
-from tests.corpus import bombs, clips, sounds
-from tests.corpus.clips import Recipe, encoded, number_in
-from triptych.core.clip import Clip, FrameSampling
+from tests.corpus import bombs
+from tests.corpus.clips import number_in
+from tests.corpus.make_clips import (
+    DIRECTORY,
+    FOUR,
+    RATE,
+    TABLE,
+    bad_clips,
+    bad_sounds,
+    clip_row,
+    codecs,
+    files,
+    good_clips,
+    good_sounds,
+    path_of,
+    sound_row,
+)
+from triptych.core.clip import Clip
 from triptych.core.config import MIB, DecodeConfig
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.sound import Sound
@@ -21,8 +35,6 @@ from triptych.media.decode_ceiling import file_ceiling
 if TYPE_CHECKING:
     from triptych.media.workers import MediaPool
 
-FOUR = FrameSampling(num_frames=4)
-RATE = 16000
 TAKEN = file_ceiling(64 * MIB, LIMITS, DecodeConfig()).memory + 128 * MIB
 """Resident memory that no process may come to: its ceiling, and what it has before."""
 
@@ -38,64 +50,6 @@ async def clip_of(pool: MediaPool, data: bytes) -> Clip:
 
 async def sound_of(pool: MediaPool, data: bytes) -> Sound:
     return await pool.sound(0, data, RATE)
-
-
-@functools.cache
-def good_clips() -> dict[str, tuple[bytes, list[int]]]:
-    """Each with the numbers of the frames that are looked at."""
-    evenly = [0, 10, 19, 29]
-    files = {name: (encoded(recipe), evenly) for name, recipe in clips.KINDS.items()}
-    for name, recipe in clips.VARYING.items():
-        files[f"{name}, variable rate"] = (encoded(recipe), [0, 5, 7, 9])
-    for degrees in (90, 180, 270):
-        files[f"turned by {degrees}"] = (encoded(Recipe(degrees=degrees)), evenly)
-    files["one frame"] = (encoded(Recipe(frames=1)), [0])
-    files["ten seconds at one frame a second"] = (encoded(Recipe(frames=10, fps=Fraction(1))), [0, 3, 6, 9])
-    files["avi, broken index"] = (clips.broken_index(Recipe("avi", "mpeg4"), b"idx1"), evenly)
-    files["matroska, broken index"] = (clips.broken_index(Recipe("matroska", "mpeg4"), b"\x1c\x53\xbb\x6b"), evenly)
-    files["growing"] = (clips.growing(), [0, 1, 2, 3])
-    files["trailing bytes"] = (encoded() + b"and so on" * 9, evenly)
-    return files
-
-
-@functools.cache
-def bad_clips() -> dict[str, tuple[bytes, str]]:
-    """Each with a pattern of its reason."""
-    files = {name: (bad.make(), bad.reason) for name, bad in clips.HOSTILE.items()}
-    for name, (make, reason) in bombs.CLIPS.items():
-        files[name] = (make(), re.escape(reason))
-    for recipe in (Recipe(), clips.KINDS["mp4 in fragments"], Recipe("matroska", "mpeg4"), clips.KINDS["gif"]):
-        for point, part in enumerate(clips.truncations(encoded(recipe))):
-            files[f"{recipe.container} {recipe.flags} cut off at {point} of 20"] = (part, "decode: ")
-    files["only sound"] = (sounds.encoded(sounds.KINDS["m4a"]), "decode: it has no video: only sound")
-    return files
-
-
-@functools.cache
-def good_sounds() -> dict[str, tuple[bytes, float, float]]:
-    """Each with its seconds and its loudness."""
-    files = {
-        name: (sounds.encoded(recipe), recipe.seconds, sounds.loudness(recipe.channels))
-        for name, recipe in sounds.KINDS.items()
-    }
-    for rate in (8000, 16000, 44100, 48000):
-        for channels in range(1, 9):
-            name = f"wav, {rate} a second, {channels} channels"
-            files[name] = (sounds.wav(rate, channels), 1.0, sounds.loudness(channels))
-    files["forty seconds"] = (sounds.wav(8000, seconds=40), 40.0, 0.1)
-    return files
-
-
-@functools.cache
-def bad_sounds() -> dict[str, tuple[bytes, str]]:
-    """Each with a pattern of its reason."""
-    files = {name: (bad.make(), bad.reason) for name, bad in sounds.HOSTILE.items()}
-    for name, (make, reason) in bombs.SOUNDS.items():
-        files[name] = (make(), re.escape(reason))
-    for kind in ("flac", "m4a", "ogg opus", "webm opus", "avi mp3"):
-        for point, part in enumerate(clips.truncations(sounds.encoded(sounds.KINDS[kind]))):
-            files[f"{kind} cut off at {point} of 20"] = (part, "decode: ")
-    return files
 
 
 def check_refused(run: Run, bad: dict[str, tuple[bytes, str]]) -> None:
@@ -144,3 +98,26 @@ def test_every_sound_gives_its_samples_and_every_hostile_one_fails_by_itself(
     assert run.deaths == 0
     assert run.peak < TAKEN
     assert run.grown < TAKEN
+
+
+def test_what_is_committed_comes_out_as_the_table_says() -> None:
+    table = json.loads(TABLE.read_text())
+    rows = {**table["videos"], **table["sounds"]}
+    wanted = {*rows, *table["bad"]}
+    assert {path.name for path in DIRECTORY.iterdir()} == {path_of(name).name for name in wanted}
+    if codecs() == table["codecs"]:
+        assert wanted == set(files())
+    committed = {name: path_of(name).read_bytes() for name in wanted}
+    heard = {*table["sounds"], *(f"bad {name}" for name in bad_sounds())} & wanted
+    results: dict[str, object] = {}
+    for names, decode in ((wanted - heard, clip_of), (heard, sound_of)):
+        run = Run({name: committed[name] for name in names}, decode)
+        check_refused(run, {name: (committed[name], table["bad"][name]) for name in names & {*table["bad"]}})
+        results |= run.results
+    for name, row in rows.items():
+        result = results[name]
+        assert isinstance(result, Clip | Sound), f"{name}: {result}"
+        found = clip_row(result) if isinstance(result, Clip) else sound_row(result)
+        if codecs() != table["codecs"]:
+            found["sha256"] = row["sha256"]
+        assert found == row, name

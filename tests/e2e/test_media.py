@@ -15,8 +15,8 @@ import pytest
 
 from tests.checkpoints import write_checkpoint
 from tests.contract.corpus_run import resident
-from tests.contract.test_clip_corpus import bad_clips, bad_sounds, good_clips, good_sounds
 from tests.contract.web import answer
+from tests.corpus.make_clips import bad_clips, bad_sounds, good_clips, good_sounds
 from tests.corpus.make_pictures import bad, good
 from tests.drawings import shape_png
 from tests.e2e.holdings import metrics

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.test_clip_corpus import good_clips
+from tests.corpus.make_clips import good_clips
 from tests.drawings import shape_png
 from tests.roles.encoder_asks import ready_of
 from tests.roles.fake_engine import FakeEngine, fake_encoder, fake_role, frontend, video_processor
