@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
 from triptych.core.clip import FrameFit
 from triptych.core.encoder_input import EncoderInput
@@ -50,10 +49,6 @@ if TYPE_CHECKING:
     from triptych.core.media import Picture
     from triptych.core.media_options import ClipOptions, PictureOptions
     from triptych.processors.video_prompt import Tokenise
-
-
-_STRETCH = 1 << 20
-"""Bytes that are put into order in one call: no other thread runs meanwhile."""
 
 
 class Qwen3VLProcessor:
@@ -132,7 +127,7 @@ class Qwen3VLProcessor:
         _check_cells(index, "pixels", picture.height, picture.width, settings)
         grid = Grid(1, picture.height // settings.patch, picture.width // settings.patch)
         patches = _empty(grid, 1, settings)
-        _patch(Image.fromarray(picture.pixels), _cells(patches, grid, settings)[0, ..., 0, :])
+        _patch(picture.pixels, _cells(patches, grid, settings)[0, ..., 0, :, :])
         return EncoderInput(_layout(Modality.IMAGE, grid, settings, content_key), patches, self._image_tones)
 
     def frame_fit(self, options: ClipOptions) -> FrameFit:
@@ -160,7 +155,7 @@ class Qwen3VLProcessor:
         cells = _cells(patches, grid, settings)
         for at in range(grid.t * settings.temporal):
             group, frame = divmod(at, settings.temporal)
-            _patch(Image.fromarray(clip.frames[min(at, count - 1)]), cells[group, ..., frame, :])
+            _patch(clip.frames[min(at, count - 1)], cells[group, ..., frame, :, :])
         layout = _layout(
             Modality.VIDEO, grid, settings, content_key, group_times(clip.plan.timestamps, settings.temporal)
         )
@@ -254,23 +249,17 @@ def _empty(grid: Grid, frames: int, settings: PixelSettings) -> npt.NDArray[np.u
     return np.empty((grid.t * grid.h * grid.w, CHANNELS, frames, patch, patch), dtype=np.uint8)
 
 
-def _cells(patches: npt.NDArray[np.uint8], grid: Grid, settings: PixelSettings) -> npt.NDArray[np.void]:
-    """[groups, cell rows, cell columns, merge, merge, channels, frames, rows of a patch] of the same memory.
+def _cells(patches: npt.NDArray[np.uint8], grid: Grid, settings: PixelSettings) -> npt.NDArray[np.uint8]:
+    """[groups, cell rows, cell columns, merge, merge, channels, frames, patch, patch] of the same memory."""
+    merge = settings.merge
+    return patches.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, *patches.shape[1:])
 
-    One row of a patch is one element, which is copied whole: several times faster than sample by sample.
+
+def _patch(pixels: npt.NDArray[np.uint8], cells: npt.NDArray[np.uint8]) -> None:
+    """Write [height, width, channels] into [cell rows, cell columns, merge, merge, channels, patch, patch].
+
+    One copy, in which other threads run.
     """
-    merge, patch = settings.merge, settings.patch
-    rows = patches.view(np.dtype((np.void, patch)))
-    shape = (grid.t, grid.h // merge, grid.w // merge, merge, merge, CHANNELS, patches.shape[2], patch)
-    return rows.reshape(shape)
-
-
-def _patch(picture: Image.Image, cells: npt.NDArray[np.void]) -> None:
-    """Write a picture into [cell rows, cell columns, merge, merge, channels, rows of a patch]."""
-    down, across, merge, _, _, patch = cells.shape
-    stretch = max(1, _STRETCH // (across * merge * patch * cells.dtype.itemsize * merge))
-    for channel, band in enumerate(picture.split()):
-        rows = np.asarray(band).view(cells.dtype).reshape(down, merge, patch, across, merge)
-        for at in range(0, down, stretch):
-            # cell row, row in cell, row in patch, cell column, column in cell -> as above
-            cells[at : at + stretch, ..., channel, :] = rows[at : at + stretch].transpose(0, 3, 1, 4, 2)
+    down, across, merge, _, channels, patch, _ = cells.shape
+    # cell row, row in cell, row in patch, cell column, column in cell, column in patch, channel -> as above
+    cells[...] = pixels.reshape(down, merge, patch, across, merge, patch, channels).transpose(0, 3, 1, 4, 6, 2, 5)
