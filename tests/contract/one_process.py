@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.corpus.drawn import RGB
 from tests.corpus.picture_files import PNG_RGB, png
 from triptych.core.config import MediaLimits
+from triptych.core.errors import MediaError
 from triptych.core.media_options import PictureOptions
 from triptych.media.decode import admit_picture
 from triptych.media.limits import RequestBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy as np
 
@@ -60,6 +63,23 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it has not come to that within 60 s"
         time.sleep(0.005)
+
+
+@contextmanager
+def refusals(worker: DecodeProcess) -> Iterator[list[MediaError]]:
+    """A picture is decoded beside the block; why it was not, once the block is left."""
+    errors: list[MediaError] = []
+
+    def run() -> None:
+        try:
+            decode(worker)
+        except MediaError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield errors
+    thread.join()
 
 
 def was_asked(worker: DecodeProcess) -> bool:

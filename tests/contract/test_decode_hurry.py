@@ -21,6 +21,7 @@ from tests.contract.one_process import (
     descriptors,
     is_gone,
     is_stopped,
+    refusals,
     settled,
     until,
     was_asked,
@@ -126,19 +127,9 @@ def test_a_process_that_does_not_even_listen_is_ended(worker: DecodeProcess) -> 
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
     until(lambda: is_stopped(pid))
-    errors: list[MediaUnavailable] = []
-
-    def run() -> None:
-        try:
-            decode(worker)
-        except MediaUnavailable as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    until(lambda: was_asked(worker))
-    worker.hurry()
-    thread.join()
+    with refusals(worker) as errors:
+        until(lambda: was_asked(worker))
+        worker.hurry()
     assert [str(error).startswith(ENDS) for error in errors] == [True]
     assert (worker.pid, worker.deaths) == (0, 0)
     assert is_gone(pid)

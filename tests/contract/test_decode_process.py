@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from tests.contract.one_process import (
     descriptors,
     is_gone,
     is_stopped,
+    refusals,
     settled,
     until,
     was_asked,
@@ -62,18 +62,8 @@ def while_decoding(worker: DecodeProcess, act: Callable[[int], None]) -> MediaEr
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
     until(lambda: is_stopped(pid))
-    errors: list[MediaError] = []
-
-    def run() -> None:
-        try:
-            decode(worker)
-        except MediaError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    act(pid)
-    thread.join()
+    with refusals(worker) as errors:
+        act(pid)
     assert is_gone(pid)
     (error,) = errors
     assert (worker.starts, worker.deaths) == (1, 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.contract.one_process import LIMITS, decode, descriptors, is_gone, is_stopped, settled, until
+from tests.contract.one_process import LIMITS, decode, descriptors, is_gone, is_stopped, refusals, settled, until
 from tests.corpus.drawn import RGB
 from triptych.core.config import DecodeConfig
 from triptych.core.errors import MediaError, MediaUnavailable
@@ -218,19 +218,9 @@ def test_nobody_waits_for_a_process_when_the_engine_ends(
     monkeypatch.setattr(decode_host, "MOMENT", 1000.0)
     play(act + FOREVER)
     pid = worker.pid
-    errors: list[MediaUnavailable] = []
-
-    def run() -> None:
-        try:
-            decode(worker)
-        except MediaUnavailable as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    until(lambda: worker.pid == 0 or is_stopped(pid))
-    worker.hurry()
-    thread.join()
+    with refusals(worker) as errors:
+        until(lambda: worker.pid == 0 or is_stopped(pid))
+        worker.hurry()
     assert [error.reason for error in errors] == ["the engine is shutting down; retry elsewhere"]
     assert is_gone(pid)
 
