@@ -6,7 +6,9 @@ which frame it got and which way up it is.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import struct
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +19,7 @@ import av
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -69,6 +71,10 @@ class Recipe:
 
     def encode(self) -> bytes:
         """The file."""
+        with _same_priority():
+            return self._encode()
+
+    def _encode(self) -> bytes:
         buffer = io.BytesIO()
         options = {"movflags": self.flags} if self.flags else {}
         with av.open(buffer, "w", format=self.container, options=options) as file:
@@ -96,6 +102,20 @@ class Recipe:
         """What the display matrix turns into the picture."""
         mirrored = picture[:, ::-1] if self.mirrored else picture
         return np.ascontiguousarray(np.rot90(mirrored, -(self.degrees or 0) // 90))
+
+
+@contextlib.contextmanager
+def _same_priority() -> Iterator[None]:
+    """Undo what SVT-AV1 does where it may: it gives the thread that calls it the highest real-time priority.
+
+    All threads and processes that are begun afterwards would have it too, and two that wait in a loop for a third
+    would wait forever on two cores.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, priority)
 
 
 @cache
