@@ -11,8 +11,6 @@ from triptych.core.config import SchedulerConfig
 from triptych.core.errors import CheckpointError, StartupError
 from triptych.core.media import Modality
 from triptych.engine.kv_pool import count_blocks
-from triptych.media.fetch import Fetcher
-from triptych.media.network import SystemNetwork
 from triptych.models.registry import describe, describe_tower, load_model, load_tower
 from triptych.processors.registry import load_processor
 from triptych.roles.contract import ModelDescription
@@ -107,8 +105,6 @@ def _frontend(
     processor = load_processor(directory, tokenizer.encode_plain)
     _check_words(directory, processor, tokenizer)
     limits = media.limits()
-    # For what it complains of, before the weights are read: the one that fetches belongs to an event loop.
-    Fetcher(media.fetch(), limits, SystemNetwork(1))
     description = ModelDescription(
         model_id=str(directory),
         served_name=served_name(model, options.served_name),

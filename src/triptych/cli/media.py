@@ -21,6 +21,8 @@ from triptych.core.config import DecodeConfig, FetchSettings, MediaLimits
 from triptych.core.errors import InvalidRequest, StartupError
 from triptych.core.media_options import OptionLayer
 from triptych.core.option_names import parse_options, write_options
+from triptych.media.fetch import Fetcher
+from triptych.media.network import SystemNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,13 +44,14 @@ def _options(_: object, tokens: object) -> OptionLayer:
 
 
 def _check(name: str) -> Callable[[object, object], None]:
-    """Refuse what the settings would refuse of one field."""
+    """Refuse what the settings would refuse of one field, or a fetcher of them."""
 
     def check(_: object, value: object) -> None:
         try:
-            FetchSettings(**{name: value})  # type: ignore[arg-type]
+            Fetcher(FetchSettings(**{name: value}), _LIMITS, SystemNetwork(1))  # type: ignore[arg-type]
         except StartupError as error:
-            raise ValueError(str(error).removeprefix(name).lstrip(": ")) from None
+            said = str(error).removeprefix(f"--{name.replace('_', '-')}").removeprefix(name)
+            raise ValueError(said.removeprefix(f" {value}").lstrip(": ")) from None
 
     return check
 
@@ -157,6 +160,7 @@ class MediaFlags:
     fetch_proxy: Annotated[
         str,
         Parameter(
+            validator=_check("fetch_proxy"),
             show_default=False,
             help="http://HOST:PORT of a proxy through which all is fetched; which addresses it reaches is its rule "
             "to keep. Default: none, whatever the environment says.",
@@ -165,6 +169,7 @@ class MediaFlags:
     fetch_ca_file: Annotated[
         str,
         Parameter(
+            validator=_check("fetch_ca_file"),
             show_default=False,
             help="PEM file with the authorities that are trusted when fetching. Default: the system's.",
         ),
