@@ -34,7 +34,6 @@ from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Picture, Stage
 from triptych.core.sound import Sound
 from triptych.media import decode_host
-from triptych.media.decode_host import DecodeProcess
 from triptych.media.decode_wire import (
     MAX_MESSAGE,
     NUMBER,
@@ -51,16 +50,8 @@ from triptych.media.decode_wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from triptych.media.decode_host import DecodeProcess
     from triptych.media.decode_wire import Answer
-
-
-@pytest.fixture
-def worker() -> Iterator[DecodeProcess]:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.5))
-    yield worker
-    worker.close()
 
 
 FORGED: list[tuple[Ask, Answer | bytes, bytes]] = [
@@ -109,14 +100,6 @@ FORGED: list[tuple[Ask, Answer | bytes, bytes]] = [
     (sound, SAMPLES, tone(value=float("-inf"))),
     (sound, Samples(601 * 16000), tone()),
 ]
-
-
-@pytest.fixture(scope="module")
-def other_worker() -> Iterator[DecodeProcess]:
-    """One for many tests, each of which it does not survive."""
-    worker = DecodeProcess(LIMITS, DecodeConfig())
-    yield worker
-    worker.close()
 
 
 @pytest.mark.parametrize(("ask", "message", "content"), FORGED)

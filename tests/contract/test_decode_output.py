@@ -22,37 +22,21 @@ from tests.contract.forged import (
     tone,
     while_another_answers,
 )
-from tests.contract.one_process import LIMITS, decode
+from tests.contract.one_process import decode
 from tests.corpus.drawn import RGB
-from triptych.core.config import DecodeConfig
 from triptych.core.errors import MediaError
 from triptych.core.media import Picture
-from triptych.media.decode_host import DecodeProcess
 from triptych.media.decode_output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from triptych.media.decode_host import DecodeProcess
     from triptych.media.decode_wire import Answer
 
 
 F_SEAL_FUTURE_WRITE = 0x10
 """As Linux numbers it: pages that are mapped may be written to as before."""
-
-
-@pytest.fixture
-def worker() -> Iterator[DecodeProcess]:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.5))
-    yield worker
-    worker.close()
-
-
-@pytest.fixture(scope="module")
-def other_worker() -> Iterator[DecodeProcess]:
-    """One for many tests, each of which it does not survive."""
-    worker = DecodeProcess(LIMITS, DecodeConfig())
-    yield worker
-    worker.close()
 
 
 PAGES: list[mmap.mmap] = []

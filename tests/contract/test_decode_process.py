@@ -44,16 +44,9 @@ from triptych.media.limits import RequestBudget
 from triptych.media.workers import MediaPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 BAD = {case.name: case.data for case in bad_pictures()}
-
-
-@pytest.fixture
-def worker() -> Iterator[DecodeProcess]:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.5))
-    yield worker
-    worker.close()
 
 
 def while_decoding(worker: DecodeProcess, act: Callable[[int], None]) -> MediaError:

@@ -16,13 +16,11 @@ from tests.contract.forged import (
     meanwhile,
     picture,
 )
-from tests.contract.one_process import LIMITS, decode, descriptors, is_gone, settled
+from tests.contract.one_process import decode, descriptors, is_gone, settled
 from tests.corpus.drawn import RGB
-from triptych.core.config import DecodeConfig
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.core.media import Stage
 from triptych.media import decode_host
-from triptych.media.decode_host import DecodeProcess
 from triptych.media.decode_wire import (
     NUMBER,
     Answered,
@@ -34,22 +32,9 @@ from triptych.media.decode_wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-
-@pytest.fixture
-def worker() -> Iterator[DecodeProcess]:
-    worker = DecodeProcess(LIMITS, DecodeConfig(decode_seconds=0.5))
-    yield worker
-    worker.close()
-
-
-@pytest.fixture(scope="module")
-def other_worker() -> Iterator[DecodeProcess]:
-    """One for many tests, each of which it does not survive."""
-    worker = DecodeProcess(LIMITS, DecodeConfig())
-    yield worker
-    worker.close()
+    from triptych.media.decode_host import DecodeProcess
 
 
 def no(forger: Forger, number: bytes) -> None:
