@@ -157,18 +157,29 @@ class Others:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.answers: list[list[int]] = []
-        self.checks = 0
+        self.answer_seconds: list[float] = []
+        self.check_seconds: list[float] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def _ask(self) -> None:
         while True:
+            begun = time.monotonic()
             self.answers.append(await self._client.ask(of(RED)))
+            self.answer_seconds.append(time.monotonic() - begun)
 
     async def _look(self) -> None:
         while True:
+            begun = time.monotonic()
             await self._client.health()
-            self.checks += 1
+            self.check_seconds.append(time.monotonic() - begun)
             await asyncio.sleep(0.02)
+
+    def said(self) -> str:
+        asked, looked = self.answer_seconds, self.check_seconds
+        return (
+            f"meanwhile {len(asked)} answers to others, the slowest after {max(asked):.2f} s, and {len(looked)} of "
+            f"Health, the slowest after {max(looked):.2f} s"
+        )
 
     async def __aenter__(self) -> Others:
         self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._look())]
@@ -179,8 +190,7 @@ class Others:
             assert not task.done() or task.exception() is None, task.exception()
             task.cancel()
         await asyncio.wait(self._tasks)
-        assert len(self.answers) > 3
-        assert self.checks > 3
+        assert min(len(self.answers), len(self.check_seconds)) > 3
         assert all(answer == self.answers[0] for answer in self.answers)
 
 
@@ -197,7 +207,7 @@ async def test_hostile_media_fail_by_themselves_and_in_time_while_others_are_ans
             with suppress(OSError):
                 peak = max(peak, resident(pid, "VmHWM"))
 
-    async with Others(client):
+    async with Others(client) as others:
         for name, case in bad().items():
             begun = time.monotonic()
             error = await client.refusal(of(case.data))
@@ -223,8 +233,10 @@ async def test_hostile_media_fail_by_themselves_and_in_time_while_others_are_ans
     with capsys.disabled():
         print(
             f"\n{len(refused)} hostile pictures and videos through an engine: slowest {refused[worst]:.2f} s "
-            f"({worst}); the engine grew by {grown // MIB} MiB at most, a decoding process had {peak // MIB} MiB"
+            f"({worst}); the engine grew by {grown // MIB} MiB at most, a decoding process had {peak // MIB} MiB;\n"
+            f"{others.said()}"
         )
+    assert len(others.answers) > len(refused)  # a client who asks one thing after the other is answered as often
     assert grown < 512 * MIB
     assert peak < 1024 * MIB
 
@@ -268,7 +280,7 @@ async def test_a_decoding_process_that_is_killed_fails_its_own_picture(client: C
 
 
 async def cancel_many(client: Client, slow: Site, count: int) -> None:
-    """Pictures, videos and slow URLs, of which most are given up somewhere on their way."""
+    """Pictures, videos and slow URLs, of which so many are given up somewhere on their way."""
     dice = random.Random(count)
     clip = good_clips()["growing"][0]
     expected = await client.ask(of(RED))
@@ -287,7 +299,7 @@ async def cancel_many(client: Client, slow: Site, count: int) -> None:
         await asyncio.sleep(dice.random() * count / 100)
         name = f"cancelled {count} {number}"
         task = asyncio.create_task(client.ask(*items, name=name))
-        if dice.random() < 0.8:
+        if number < count:
             await asyncio.sleep(dice.random() * 0.3)
             if dice.random() < 0.5:
                 await client.abort(name)
@@ -295,7 +307,7 @@ async def cancel_many(client: Client, slow: Site, count: int) -> None:
                 task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    await asyncio.gather(*(one(number) for number in range(count)))
+    await asyncio.gather(*(one(number) for number in range(count * 5 // 4)))
     await client.idle()
     assert await client.ask(of(RED)) == expected
     begun, ended = await client.metric("media_fetching_items"), await client.metric("media_fetching_fetched")
