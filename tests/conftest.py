@@ -25,6 +25,22 @@ def ordinary_priority() -> Iterator[None]:
     assert after == before, "the test has changed how this process is scheduled"
 
 
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Takes what a test has measured and does not judge; the run prints it at its end."""
+    return lambda text: record_property("measured", text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    ended = [report for report in reports if isinstance(report, pytest.TestReport) and report.when == "call"]
+    said = [value for report in ended for name, value in report.user_properties if name == "measured"]
+    if said:
+        terminalreporter.section("measured")
+    for text in said:
+        terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Directory of a random float32 checkpoint of the named shape, written on first use. Read only."""

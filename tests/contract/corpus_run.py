@@ -90,7 +90,7 @@ class Run:
         """One line: memory, and the slowest hostile item."""
         slowest = max(hostile, key=self.seconds.__getitem__)
         return (
-            f"\n{len(self.results)} {what}: a decode process had at most {self.peak // MIB} MiB resident, this one "
+            f"{len(self.results)} {what}: a decode process had at most {self.peak // MIB} MiB resident, this one "
             f"grew by {self.grown // MIB} MiB; of the hostile ones {slowest!r} took longest, "
             f"{self.seconds[slowest]:.2f} s"
         )

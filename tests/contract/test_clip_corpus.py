@@ -33,6 +33,8 @@ from triptych.core.sound import Sound
 from triptych.media.decode_ceiling import file_ceiling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from triptych.media.workers import MediaPool
 
 TAKEN = file_ceiling(64 * MIB, LIMITS, DecodeConfig()).memory + 128 * MIB
@@ -63,12 +65,11 @@ def check_refused(run: Run, bad: dict[str, tuple[bytes, str]]) -> None:
 
 
 def test_every_video_gives_its_frames_and_every_hostile_one_fails_by_itself(
-    capsys: pytest.CaptureFixture[str],
+    measured: Callable[[str], None],
 ) -> None:
     good, bad = good_clips(), bad_clips()
     run = Run({name: case[0] for name, case in (*good.items(), *bad.items())}, clip_of)
-    with capsys.disabled():
-        print(run.summary("videos", bad))
+    measured(run.summary("videos", bad))
     for name, (_, numbers) in good.items():
         result = run.results[name]
         assert isinstance(result, Clip), f"{name}: {result}"
@@ -82,12 +83,11 @@ def test_every_video_gives_its_frames_and_every_hostile_one_fails_by_itself(
 
 
 def test_every_sound_gives_its_samples_and_every_hostile_one_fails_by_itself(
-    capsys: pytest.CaptureFixture[str],
+    measured: Callable[[str], None],
 ) -> None:
     good, bad = good_sounds(), bad_sounds()
     run = Run({name: case[0] for name, case in (*good.items(), *bad.items())}, sound_of)
-    with capsys.disabled():
-        print(run.summary("sounds", bad))
+    measured(run.summary("sounds", bad))
     for name, (_, seconds, loudness) in good.items():
         result = run.results[name]
         assert isinstance(result, Sound), f"{name}: {result}"

@@ -20,6 +20,8 @@ from triptych.media.limits import RequestBudget
 from triptych.processors.identity import content_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from triptych.media.workers import MediaPool
 
 CUTS = 20
@@ -60,7 +62,7 @@ def test_the_table_is_of_these_files_and_of_their_samples() -> None:
 
 
 def test_every_picture_gives_its_pixels_and_every_hostile_one_fails_by_itself(
-    capsys: pytest.CaptureFixture[str],
+    measured: Callable[[str], None],
 ) -> None:
     everything = {name: case.data for name, case in (*good().items(), *bad().items())}
     run = Run(everything, decoded)
@@ -80,8 +82,7 @@ def test_every_picture_gives_its_pixels_and_every_hostile_one_fails_by_itself(
         assert str(result).startswith(f"media item 0: {row['stage']}: "), f"{name}: {result}"
         assert row["words"] in result.reason, f"{name}: {result}"
         assert str(result).isprintable()
-    with capsys.disabled():
-        print(run.summary("pictures", bad()))
+    measured(run.summary("pictures", bad()))
     assert run.peak < TAKEN
     assert run.grown < TAKEN
 

@@ -31,7 +31,7 @@ from triptych.core.request import GenerateRequest, Sampling, Stopping
 from triptych.wire.channel import EngineChannel
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 PATIENCE = 30.0
 """Seconds after which an item that is refused is taken to hang; how long they take is printed."""
@@ -195,7 +195,7 @@ class Others:
 
 
 async def test_hostile_media_fail_by_themselves_and_in_time_while_others_are_answered(
-    client: Client, capsys: pytest.CaptureFixture[str]
+    client: Client, measured: Callable[[str], None]
 ) -> None:
     refused: dict[str, float] = {}
     before = resident(client.engine.process.pid, "VmRSS")
@@ -230,12 +230,11 @@ async def test_hostile_media_fail_by_themselves_and_in_time_while_others_are_ans
     await client.idle()
     grown = resident(client.engine.process.pid, "VmHWM") - before
     worst = max(refused, key=refused.__getitem__)
-    with capsys.disabled():
-        print(
-            f"\n{len(refused)} hostile pictures and videos through an engine: slowest {refused[worst]:.2f} s "
-            f"({worst}); the engine grew by {grown // MIB} MiB at most, a decoding process had {peak // MIB} MiB;\n"
-            f"{others.said()}"
-        )
+    measured(
+        f"{len(refused)} hostile pictures and videos through an engine: slowest {refused[worst]:.2f} s "
+        f"({worst}); the engine grew by {grown // MIB} MiB at most, a decoding process had {peak // MIB} MiB; "
+        f"{others.said()}"
+    )
     assert len(others.answers) > len(refused)  # a client who asks one thing after the other is answered as often
     assert grown < 512 * MIB
     assert peak < 1024 * MIB
@@ -255,7 +254,7 @@ async def test_sound_is_refused_by_name(client: Client) -> None:
     data = next(iter(good_sounds().values()))[0]
     error = await client.refusal(of(data, Modality.AUDIO))
     assert isinstance(error, UnsupportedFeature)
-    assert "media item 0: audio is not accepted here" in str(error)
+    assert "media item 0: preprocess: audio is not accepted here" in str(error)
 
 
 async def test_a_decoding_process_that_is_killed_fails_its_own_picture(client: Client) -> None:
@@ -324,15 +323,14 @@ async def test_requests_given_up_on_their_way_leave_nothing(client: Client, slow
 
 @pytest.mark.slow
 async def test_a_thousand_requests_given_up_on_their_way_leave_nothing(
-    client: Client, slow: Site, capsys: pytest.CaptureFixture[str]
+    client: Client, slow: Site, measured: Callable[[str], None]
 ) -> None:
     pid = client.engine.process.pid
     await cancel_many(client, slow, 200)
     before, open_before, processes = resident(pid, "VmRSS"), descriptors(pid), len(children(pid))
     await cancel_many(client, slow, 1000)
     grown, opened = resident(pid, "VmRSS") - before, descriptors(pid) - open_before
-    with capsys.disabled():
-        print(f"\n1,000 requests given up: the engine grew by {grown // MIB} MiB and {opened} descriptors")
+    measured(f"1,000 requests given up: the engine grew by {grown // MIB} MiB and {opened} descriptors")
     assert len(children(pid)) == processes
     assert opened < 40
     assert grown < 256 * MIB

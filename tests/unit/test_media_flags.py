@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import certifi
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,8 @@ def flags_of(command: App) -> set[str]:
     return {name for argument in command.assemble_argument_collection() for name in argument.names}
 
 
+AUTHORITIES = certifi.where()
+"""A file that may be named: an engine looks into it."""
 ENGINE = flags_of(app["engine"])
 EVERY = ENGINE.union(*(flags_of(app[name]) for name in ("serve", "gateway", "ask", "doctor")))
 EVERY |= flags_of(evaluations["parity"]) | {"--help", "--version"}
@@ -63,7 +66,7 @@ def test_every_setting_is_handed_on() -> None:
         *("--fetch-hosts", "a.example", "--fetch-hosts", "*.b.example", "--fetch-ports", "8080", "--fetch-ports", "81"),
         *("--fetch-private-networks", "--fetch-seconds", "3", "--fetch-retries", "0"),
         *("--fetch-connect-seconds", "0.5", "--fetch-per-host", "2", "--fetch-at-once", "4"),
-        *("--fetch-proxy", "http://proxy.example:3128", "--fetch-ca-file", "/ca.pem"),
+        *("--fetch-proxy", "http://proxy.example:3128", "--fetch-ca-file", AUTHORITIES),
         *("--media-options", '{"image": {"background": [0, 0, 0]}, "video": {"fps": 1, "max_frames": 32.0}}'),
     )
     assert chosen.limits() == MediaLimits(**{one.name: 7 for one in fields(MediaLimits)})
@@ -78,7 +81,7 @@ def test_every_setting_is_handed_on() -> None:
         fetch_per_host=2,
         fetch_at_once=4,
         fetch_proxy="http://proxy.example:3128",
-        fetch_ca_file="/ca.pem",
+        fetch_ca_file=AUTHORITIES,
     )
     assert chosen.layer() == OptionLayer(PictureLayer(background=(0, 0, 0)), ClipLayer(fps=1.0, max_frames=32))
 
@@ -109,7 +112,7 @@ CHOSEN = st.fixed_dictionaries(
         "fetch_per_host": COUNT,
         "fetch_at_once": COUNT,
         "fetch_proxy": st.sampled_from(["", "http://proxy.example:1"]),
-        "fetch_ca_file": st.sampled_from(["", "/a b.pem"]),
+        "fetch_ca_file": st.sampled_from(["", AUTHORITIES]),
         "media_options": LAYERS,
     },
 )
