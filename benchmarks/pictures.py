@@ -33,8 +33,9 @@ from turns import alternating
 import triptych
 from triptych.core.checkpoint import Section
 from triptych.core.config import MIB, MediaLimits
+from triptych.core.media import Picture
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode import admit_picture, decode_here
+from triptych.media.decode import admit_picture, decode
 from triptych.media.limits import RequestBudget
 from triptych.models.registry import load_tower
 from triptych.models.vision.patches import patch_numbers
@@ -101,7 +102,7 @@ class Preparation:
     def ours(self, data: bytes) -> EncoderInput:
         """As a media worker does it."""
         admitted, options = admit_picture(0, data, RequestBudget(MediaLimits())), PictureOptions()
-        picture = decode_here(0, data, admitted, options, self._ours.picture_fit(options))
+        picture = Picture(np.asarray(decode(0, data, admitted, options, self._ours.picture_fit(options)).image))
         return self._ours.encoder_input(0, picture, bytes(32))
 
     def numbers(self, data: bytes) -> torch.Tensor:

@@ -28,13 +28,13 @@ from tests.contract.one_process import (
 )
 from tests.corpus import bombs, clips
 from tests.corpus.drawn import RGB
+from tests.decoding_here import InProcess
 from triptych.core.clip import FrameSampling
 from triptych.core.config import DecodeConfig
 from triptych.core.errors import Draining, MediaUnavailable
 from triptych.media import decode_host
 from triptych.media.decode import admit_picture
 from triptych.media.decode_host import DecodeProcess
-from triptych.media.decode_in_process import InProcess
 from triptych.media.limits import RequestBudget
 from triptych.media.workers import MediaPool
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.contract.one_process import LIMITS, decode, descriptors, is_gone, is_stopped, refusals, settled, until
+from tests.corpus import clips
 from tests.corpus.drawn import RGB
+from triptych.core.clip import FrameSampling
 from triptych.core.config import DecodeConfig
 from triptych.core.errors import MediaError, MediaUnavailable
 from triptych.media import decode_child, decode_host
@@ -187,6 +189,72 @@ def test_an_item_is_to_blame_for_what_it_does_to_a_process_of_its_own(worker: De
     assert decode(worker).shape == (2, 4, 3)
     assert reason(worker) == "damaged PNG picture of 40 x 24: its decoder crashed (exit status 4)"
     assert (worker.starts, worker.deaths) == (2, 2)
+
+
+IDLE = {
+    "sleeps": FOREVER,
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)" + FOREVER,
+    "says a part": "os.write(answers, b'x')" + FOREVER,
+}
+
+
+@pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
+@pytest.mark.parametrize("says", ["", "say(Answered(number, Working(1e9)))\n"], ids=["", "that it works"])
+def test_a_process_that_does_nothing_is_given_up_long_before_its_time(
+    worker: DecodeProcess, play: Play, monkeypatch: pytest.MonkeyPatch, says: str, idle: str
+) -> None:
+    monkeypatch.setattr(decode_host, "STILL", 0.2)
+    play(f"number, _ = hear()\n{says}{idle}")
+    pid = worker.pid
+    with pytest.raises(MediaUnavailable, match=r"decode: its decoder did nothing for 0\.2 s; retry later"):
+        worker.clip(0, clips.encoded(), FrameSampling(), None)
+    assert is_gone(pid)
+
+
+def test_what_a_process_does_nothing_for_that_had_others_before_is_decoded_by_another(
+    worker: DecodeProcess, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_host, "STILL", 1.0)
+    play("answer(); hear()" + FOREVER)
+    assert decode(worker).shape == (2, 4, 3)
+    assert (decode(worker) == RGB).all()
+    assert (worker.starts, worker.deaths) == (2, 1)
+
+
+def test_a_process_that_does_little_is_waited_for(
+    worker: DecodeProcess, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def used(_: decode_child.Child) -> float:
+        looks.append(0)
+        if len(looks) > 20:
+            os.kill(worker.pid, signal.SIGUSR1)
+        return len(looks) * 1e-9
+
+    monkeypatch.setattr(decode_host, "STILL", 0.01)
+    monkeypatch.setattr(decode_child.Child, "used", used)
+    play("signal.signal(signal.SIGUSR1, lambda *_: None)\nawait_task(); signal.pause(); answer()" + FOREVER)
+    assert decode(worker).shape == (2, 4, 3)
+    assert len(looks) > 20
+
+
+def test_the_processor_time_of_a_process_is_its_own(worker: DecodeProcess) -> None:
+    worker.start()
+    child = worker._child
+    assert child is not None
+    used = [child.used()]
+    for _ in range(2):
+        decode(worker)
+        used.append(child.used())
+    assert 0 < used[0] < used[1] < used[2]
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(child.pid))
+    assert child.used() == child.used()
+    os.kill(child.pid, signal.SIGCONT)
+    worker.close()
+    with pytest.raises(OSError, match="Invalid argument"):
+        child.used()
 
 
 CLOSED = "its decoder gives no sane answer: it closed its channel and went on"

@@ -100,6 +100,7 @@ async def test_five_redirects_and_not_six(web: Web) -> None:
     site.answers.append(redirect("/again"))
     error = await failure(fetcher(web))
     assert error.reason == "a.example: that would be redirect 6; at most 5"
+    assert error.stage is Stage.LIMIT
     assert not error.retryable
     assert len(site.heads) == 6 + 6
 

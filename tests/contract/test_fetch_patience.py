@@ -11,6 +11,7 @@ import pytest
 from tests.contract.web import URL, Caller, Web, answer, failure, fetcher, redirect
 from triptych.core.config import FetchSettings
 from triptych.core.errors import MediaError, MediaUnavailable
+from triptych.core.media import Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -49,6 +50,7 @@ async def test_a_name_with_no_addresses_or_too_many(web: Web, count: int) -> Non
     web.names["a.example"] = [[f"1.1.1.{i}" for i in range(count)]]
     error = await failure(fetcher(web))
     assert error.reason == f"a.example: the name has {count} addresses; at most 64"
+    assert error.stage is (Stage.LIMIT if count else Stage.FETCH)
     assert web.dialled == []
 
 

@@ -97,8 +97,8 @@ async def test_the_queue_is_bounded_and_first_come_first_served_whatever_is_aske
 
     tasks = [asyncio.create_task(one(index)) for index in range(5)]
     await begun(worker)
-    for asked in (decode(pool), pool.clip(0, DATA, FrameSampling(), None), pool.sound(0, DATA, 16000)):
-        with pytest.raises(Overloaded, match=r"4 media items already wait .* --decode-workers"):
+    for asked in (decode(pool, 3), pool.clip(3, DATA, FrameSampling(), None), pool.sound(3, DATA, 16000)):
+        with pytest.raises(Overloaded, match=r"media item 3: decode: 4 media items already wait .* --decode-workers"):
             await asked
     now = pool.statistics()
     assert (now.busy, now.waiting, now.refused, now.bytes_held) == (1, 4, 3, 5 * len(DATA))
@@ -189,15 +189,18 @@ async def test_a_pool_ends_when_what_runs_has_ended() -> None:
     pool = MediaPool([worker], max_waiting=5)
     running = asyncio.create_task(decode(pool))
     await begun(worker)
-    waiting = asyncio.create_task(decode(pool))
+    waiting = asyncio.create_task(decode(pool, 2))
     await asyncio.sleep(0)
     first_end, second_end = (asyncio.create_task(pool.close()) for _ in range(2))
     await asyncio.sleep(0)
     first_end.cancel()  # the end goes on
-    with pytest.raises(Draining):
-        await waiting
-    for asked in (decode(pool), pool.clip(0, DATA, FrameSampling(), None), pool.sound(0, DATA, 16000)):
-        with pytest.raises(Draining, match="media are not decoded any more"):
+    for asked in (
+        waiting,
+        decode(pool, 2),
+        pool.clip(2, DATA, FrameSampling(), None),
+        pool.sound(2, DATA, 16000),
+    ):
+        with pytest.raises(Draining, match="media item 2: decode: media are not decoded any more"):
             await asked
     assert not worker.closed
     worker.gate.set()

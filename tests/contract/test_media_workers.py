@@ -14,6 +14,7 @@ from PIL import Image
 from tests.corpus import clips, sounds
 from tests.corpus.drawn import ALPHA, ON_WHITE, RGB, on_white
 from tests.corpus.picture_files import PNG_RGB, PNG_RGB_ALPHA, png
+from tests.decoding_here import InProcess, decode_clip, decode_sound
 from triptych.core.clip import Clip, FrameFit, FrameSampling, FrameSize
 from triptych.core.config import DecodeConfig, MediaLimits
 from triptych.core.errors import MediaError
@@ -21,12 +22,9 @@ from triptych.core.media import Picture, Stage
 from triptych.core.media_options import PictureOptions
 from triptych.core.picture_fit import PictureFit
 from triptych.core.sound import Sound, Window
-from triptych.media.audio import decode_sound
 from triptych.media.decode import admit_picture
 from triptych.media.decode_host import DecodeProcess
-from triptych.media.decode_in_process import InProcess
 from triptych.media.limits import RequestBudget
-from triptych.media.video import decode_clip
 from triptych.media.workers import MediaPool
 
 if TYPE_CHECKING:

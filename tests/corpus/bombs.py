@@ -90,19 +90,25 @@ def huge_gif() -> bytes:
 
 
 def sudden_frames() -> bytes:
-    """A header of 16 x 16 over a thousand grey frames of 4096 x 2304, in a few bytes each."""
+    """A header and a frame of 16 x 16, then a thousand grey frames of 4096 x 2304, in a few bytes each."""
+    small, _ = _grey(16, 16)
+    whole, same = _grey(4096, 2304)
+    blocks = [block(small), block(whole, 30), *(block(same, at * 30) for at in range(2, 1000))]
+    return matroska(film_track(16, 16, b"V_VP8"), b"".join(blocks))
+
+
+def _grey(width: int, height: int) -> list[bytes]:
+    """The packets of two frames."""
     encoder = av.CodecContext.create("libvpx", "w")
-    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = 4096, 2304, "yuv420p", Fraction(1, 25)
+    encoder.width, encoder.height, encoder.pix_fmt, encoder.time_base = width, height, "yuv420p", Fraction(1, 25)
     encoder.options = {"cpu-used": "8", "deadline": "realtime", "lag-in-frames": "0"}
-    frame = av.VideoFrame(4096, 2304, "yuv420p")
+    frame = av.VideoFrame(width, height, "yuv420p")
     for plane in frame.planes:
         plane.update(b"\x80" * plane.buffer_size)
     packets = []
     for frame.pts in range(2):
         packets += [bytes(packet) for packet in encoder.encode(frame)]
-    whole, same = packets
-    blocks = [block(whole), *(block(same, at * 30) for at in range(1, 1000))]
-    return matroska(film_track(16, 16, b"V_VP8"), b"".join(blocks))
+    return packets
 
 
 def silent_hour() -> bytes:

@@ -156,25 +156,43 @@ def truncations(data: bytes, count: int = 20) -> list[bytes]:
     return [data[: len(data) * at // count] for at in range(count)]
 
 
-def growing() -> bytes:
-    """Four frames, the last two stored twice as large: what a shared screen does in the middle of a recording."""
+_SHOWN = {"libvpx": 0x10, "libvpx-vp9": 0x02}
+"""The bit in a frame's first byte that says: show it. The muxer packs a VP9 frame without it with the next one."""
+
+
+def changing(*scales: int, codec: str = "libvpx", header: int = 1, hidden: int = 0) -> bytes:
+    """A frame for each scale, stored so many times as large as the drawings; the first ones may not be shown.
+
+    Args:
+        scales: Of each frame.
+        codec: One that may change size on the way.
+        header: The scale that the header of the file says.
+        hidden: Frames, from the first on, that only serve others.
+    """
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="webm") as file:
-        stream = file.add_stream("libvpx", rate=10)
-        stream.height, stream.width = HEIGHT, WIDTH
-        for at, scale in enumerate((1, 1, 2, 2)):
-            encoder = av.CodecContext.create("libvpx", "w")
+        stream = file.add_stream(codec, rate=10)
+        stream.height, stream.width = HEIGHT * header, WIDTH * header
+        for at, scale in enumerate(scales):
+            encoder = av.CodecContext.create(codec, "w")
             encoder.height, encoder.width, encoder.pix_fmt = HEIGHT * scale, WIDTH * scale, "yuv420p"
             encoder.time_base = Fraction(1, 10)
             picture = drawing(at).repeat(scale, axis=0).repeat(scale, axis=1)
             frame = av.VideoFrame.from_ndarray(picture, "rgb24").reformat(format="yuv420p")
             frame.pts, frame.time_base = 0, Fraction(1, 10)
             for packet in [*encoder.encode(frame), *encoder.encode(None)]:
+                if at < hidden:
+                    packet.update(bytes([bytes(packet)[0] & ~_SHOWN[codec]]) + bytes(packet)[1:])
                 packet.stream = stream
                 packet.pts = packet.dts = at
                 packet.time_base = Fraction(1, 10)
                 file.mux(packet)
     return buffer.getvalue()
+
+
+def growing() -> bytes:
+    """Four frames, the last two stored twice as large: what a shared screen does in the middle of a recording."""
+    return changing(1, 1, 2, 2)
 
 
 def with_hidden_frames(*numbers: int) -> bytes:
@@ -185,7 +203,7 @@ def with_hidden_frames(*numbers: int) -> bytes:
     at = 0
     for number, packet in enumerate(packets):
         at = data.index(packet, at)
-        data[at] &= 0xFF & ~(0x10 if number in numbers else 0)  # the bit that says: show it
+        data[at] &= 0xFF & ~(_SHOWN["libvpx"] if number in numbers else 0)
         at += len(packet)
     return bytes(data)
 
@@ -284,6 +302,20 @@ def small_header(size: int = 512) -> bytes:
     return bytes(boxes.data)
 
 
+def many_tracks(container: str, count: int = 33) -> bytes:
+    """So many videos of one frame in one file."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        streams = [file.add_stream("mpeg4", rate=10) for _ in range(count)]
+        for stream in streams:
+            stream.width = stream.height = 16
+        for stream in streams:
+            frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), np.uint8), "rgb24")
+            file.mux(stream.encode(frame.reformat(format="yuv420p")))
+            file.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
 def with_cover(kind: str = "ipod") -> bytes:
     """A second of sound, and a picture that is its cover, in a file of the kind of videos."""
     buffer = io.BytesIO()
@@ -351,9 +383,22 @@ HOSTILE: dict[str, Bad] = {
     "a list of files": Bad(lambda: b"ffconcat version 1.0\nfile /etc/hostname\n", "decode: not a video"),
     "a session description": Bad(lambda: b"v=0\nm=video 5000 RTP/AVP 96\n", "decode: not a video"),
     "a manifest": Bad(lambda: b'<?xml version="1.0"?><MPD><BaseURL>file:///etc/</BaseURL></MPD>', "not a video"),
-    "four thousand million samples": Bad(sample_bomb, "its index claims 2147483647 samples; at most 1000000"),
-    "as many in a fragment": Bad(fragment_bomb, "its index claims 21474836.. samples"),
-    "a hundred thousand edits": Bad(edit_bomb, "its index claims 3000000 samples"),
+    "four thousand million samples": Bad(
+        sample_bomb, "limit: MP4 file: its index claims 2147483647 samples; at most 1000000 are read"
+    ),
+    "as many in a fragment": Bad(fragment_bomb, "limit: MP4 file: its index claims 21474836.. samples"),
+    "a hundred thousand edits": Bad(edit_bomb, "limit: MP4 file: its index claims 3000000 samples"),
+    "more tracks than are read": Bad(lambda: many_tracks("mp4"), "limit: MP4 file: it has 33 tracks; at most 32 are"),
+    "more tracks than are read, avi": Bad(lambda: many_tracks("avi"), "limit: AVI file: it has 33 tracks; at most 32"),
+    "frames larger than their header": Bad(
+        lambda: changing(8, 8, 8, 8), "decode: its header says 96 x 64, but its frames are 768 x 512"
+    ),
+    "frames that shrink to their header": Bad(
+        lambda: changing(4, 4, 1, 1), "decode: its header says 96 x 64, but its frames are 384 x 256"
+    ),
+    "frames that grow before the first is shown": Bad(
+        lambda: changing(1, 2, 2, 2, hidden=1), "decode: its header says 96 x 64, but its frames are 192 x 128"
+    ),
     "an index that is compressed": Bad(
         lambda: encoded().replace(b"mvhd", b"cmov"), "its index is compressed, which is not supported"
     ),

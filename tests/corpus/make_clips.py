@@ -22,10 +22,9 @@ import numpy as np
 
 from tests.corpus import bombs, clips, sounds
 from tests.corpus.clips import Recipe, encoded
+from tests.decoding_here import decode_clip, decode_sound
 from triptych.core.clip import FrameSampling
 from triptych.core.config import MediaLimits
-from triptych.media.audio import decode_sound
-from triptych.media.video import decode_clip
 
 if TYPE_CHECKING:
     from triptych.core.clip import Clip
@@ -53,6 +52,10 @@ def good_clips() -> dict[str, tuple[bytes, list[int]]]:
     files["avi, broken index"] = (clips.broken_index(Recipe("avi", "mpeg4"), b"idx1"), evenly)
     files["matroska, broken index"] = (clips.broken_index(Recipe("matroska", "mpeg4"), b"\x1c\x53\xbb\x6b"), evenly)
     files["growing"] = (clips.growing(), [0, 1, 2, 3])
+    files["growing vp9"] = (clips.changing(1, 1, 2, 2, codec="libvpx-vp9"), [0, 1, 2, 3])
+    for codec in ("libvpx", "libvpx-vp9"):
+        files[f"shrinking {codec}"] = (clips.changing(2, 2, 1, 1, codec=codec, header=2), [0, 1, 2, 3])
+    files["vp9 larger than its header"] = (clips.changing(2, 2, 2, 2, codec="libvpx-vp9"), [0, 1, 2, 3])
     files["trailing bytes"] = (encoded() + b"and so on" * 9, evenly)
     return files
 

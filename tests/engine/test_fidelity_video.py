@@ -20,6 +20,7 @@ from tests import noise
 from tests.chat_files import make_tokenizer
 from tests.checkpoints import SHAPES
 from tests.corpus import clips
+from tests.decoding_here import decode_clip
 from triptych.core.checkpoint import Section
 from triptych.core.clip import FrameFit, FramePlan, FrameSampling, FrameSize
 from triptych.core.config import MediaLimits
@@ -28,7 +29,6 @@ from triptych.core.media import Modality
 from triptych.core.media_options import ClipLayer, ClipOptions, OptionLayer
 from triptych.core.plan import PositionRule, PromptPlan
 from triptych.media.frame_plan import Timeline, plan_frames
-from triptych.media.video import decode_clip
 from triptych.models.vision.patches import patch_numbers
 from triptych.processors.positions import positions_of
 from triptych.processors.qwen3_vl import Qwen3VLProcessor as Ours

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.decoding_here import InProcess
 from triptych.core.media_options import OptionLayer
-from triptych.media.decode_in_process import InProcess
 from triptych.media.workers import MediaPool
 from triptych.roles.media_intake import MediaIntake
 

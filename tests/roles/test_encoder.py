@@ -99,7 +99,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"media": (MediaItem(Modality.IMAGE, Url("http://a.example/b.png")),)},
         UnsupportedFeature,
-        "media item 0: this engine fetches no URLs",
+        "media item 0: fetch: this engine fetches no URLs",
     ),
     ({"media": PICTURES[:1] * 65, "prompt": MARKER * 65}, InvalidRequest, "65 media items"),
     ({"prompt": (1 << 30,)}, InvalidRequest, "vocabulary"),
@@ -351,17 +351,22 @@ async def test_what_may_have_to_be_opened_again_is_counted_until_it_is_known(end
 
 
 async def test_rows_that_are_gone_when_the_line_is_full() -> None:
+    """It has begun once already: it is refused no more, and comes before the line."""
     engine = FakeEngine()
-    role = fake_encoder(engine, limits=MediaLimits(media_preparation_limit=1, max_waiting_preparations=1))
+    limits = replace(FORGETFUL, media_preparation_limit=1, max_waiting_preparations=1)
+    role = fake_encoder(engine, limits=limits)
     await encoded(role, engine, ask(request_id="before"))
     answer = await role.accept(ask())
     await submitted(engine, 2)
-    full = [await role.accept(ask(request_id=name)) for name in "ab"]
+    others = [await role.accept(ask(media=PICTURES[1:2], request_id=name)) for name in "ab"]
+    with pytest.raises(Overloaded):
+        await role.accept(ask(request_id="c"))
     engine.encoded(gone={0})
-    (end,) = await rest(answer)
-    assert isinstance(end, Failed)
-    assert isinstance(end.error, Overloaded)
-    for one in (answer, *full):
+    await submitted(engine, 5)
+    layouts = [group[0].layout for group in engine.submitted]
+    engine.encoded(layouts.index(layouts[1], 2))
+    assert len((await ready_of(answer)).references) == 1
+    for one in (answer, *others):
         await one.aclose()
 
 

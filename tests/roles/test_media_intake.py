@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.corpus.make_clips import good_clips
+from tests.decoding_here import InProcess
 from tests.drawings import shape_png
 from tests.roles.encoder_asks import ready_of
 from tests.roles.fake_engine import FakeEngine, fake_encoder, fake_role, frontend, video_processor
@@ -27,7 +28,6 @@ from triptych.core.errors import (
 from triptych.core.media import MediaItem, Modality, RawBytes, Stage, Url
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import CacheOptions, EncodeOptions, GenerateRequest
-from triptych.media.decode_in_process import InProcess
 from triptych.media.fetch import FetchStatistics
 from triptych.media.workers import MediaPool
 from triptych.roles.media_intake import MediaIntake
@@ -118,7 +118,7 @@ class Bench:
 
     def begin(self, request: GenerateRequest) -> tuple[Ticket, asyncio.Task[tuple[EncoderInput, ...]]]:
         self.intake.check(request)
-        ticket = self.intake.enter(request)
+        ticket = self.intake.enter(request.media)
         return ticket, asyncio.create_task(ticket.run(opened(self.intake, request, ticket)))
 
     async def prepare(self, request: GenerateRequest) -> tuple[EncoderInput, ...]:
@@ -204,7 +204,7 @@ async def test_a_video_of_which_less_is_looked_at_is_another(make: Callable[...,
         return replace(of(), media=media, media_options=OptionLayer(video=ClipLayer(**video)))
 
     async def key(bench: Bench, request: GenerateRequest) -> bytes:
-        ticket = bench.intake.enter(request)
+        ticket = bench.intake.enter(request.media)
         with bench.intake.holding() as holding:
             (item,) = await ticket.run(bench.intake.read(request, ticket, holding))
         return item.key
@@ -231,7 +231,7 @@ async def test_a_video_that_comes_to_more_than_was_announced_is_not_taken(tmp_pa
     async def open_with(worker: InProcess) -> int:
         intake = MediaIntake(front, MediaPool([worker], 1024), None, OptionLayer())
         request = replace(of(), media=media)
-        ticket = intake.enter(request)
+        ticket = intake.enter(request.media)
         try:
             return len(await ticket.run(opened(intake, request, ticket)))
         finally:

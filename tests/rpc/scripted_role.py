@@ -179,8 +179,9 @@ class ScriptedRole:
             raise self.refusal
         if request.request_id in self.live:
             raise DuplicateRequest(f"request id {request.request_id!r} is in use by a live request")
-        self.live.add(request.request_id)
-        self.answers.append(ScriptedAnswer(self.script(request), lambda: self._close(request.request_id)))
+        request_id = request.request_id  # an answer does not keep its request alive
+        self.live.add(request_id)
+        self.answers.append(ScriptedAnswer(self.script(request), lambda: self._close(request_id)))
         self.answers[-1].token_text = self.token_text if request.detokenize else None
         return self.answers[-1]
 

@@ -163,4 +163,4 @@ async def test_what_the_engines_cannot_read_is_refused_by_its_place(ask: Asking)
     assert "reads no audio" in error_of(response)["message"]
     response = await ask(asking(image(data_uri(RED))), media_options={"image": {"min_pixels": 9, "max_pixels": 4}})
     assert response.status_code == 400
-    assert error_of(response)["param"] == "media_options.image"
+    assert error_of(response)["param"] == "media_options.image.min_pixels"

@@ -25,6 +25,7 @@ from triptych.core.errors import (
 from triptych.core.events import Tokens
 from triptych.core.media import Stage
 from triptych.rpc.inference import Inference
+from triptych.rpc.message_bytes import MessageBytes
 from triptych.wire.codec_events import SPANS_TRAILER, decode_spans
 from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
@@ -121,8 +122,12 @@ async def test_a_refusal_is_a_status_and_no_event(
 class RecordingContext:
     """What a handler does to its call, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes) -> None:
         self.done: list[str] = []
+        self._data = data
+
+    async def read(self) -> bytes:
+        return self._data
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
@@ -141,10 +146,11 @@ async def test_headers_precede_the_refusal_of_what_is_not_offered(
     refusal: BaseException, status: grpc.StatusCode
 ) -> None:
     # Such a refusal is the request's own fault; without headers some clients would hold it against the whole engine.
-    context = RecordingContext()
     data = generation_pb2.GenerateRequest(request_id="r", model="scripted", prompt="hi").SerializeToString()
+    context = RecordingContext(data)
+    inference = Inference(ScriptedRole(refusal=refusal), SessionCodec(), ReferenceCodec(), MessageBytes())
     with pytest.raises(grpc.aio.AbortError):
-        await Inference(ScriptedRole(refusal=refusal), SessionCodec(), ReferenceCodec()).generate(data, context)
+        await inference.generate(None, context)
     headers = ["headers"] if status in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL) else []
     assert context.done == [*headers, status.name]
 

@@ -210,7 +210,7 @@ async def test_a_client_that_leaves_ends_the_fetch_at_once(client: Client, web: 
 async def test_without_a_fetcher_urls_are_refused_before_acceptance(make: object) -> None:
     role = make(FakeEngine())  # type: ignore[operator]
     encode = EncodeOptions() if make is fake_encoder else None
-    with pytest.raises(UnsupportedFeature, match="media item 1: this engine fetches no URLs"):
+    with pytest.raises(UnsupportedFeature, match="media item 1: fetch: this engine fetches no URLs"):
         await role.accept(
             GenerateRequest("r", "demo", PROMPT * 2, media=(raw(RED), by_url("http://a.example/")), encode=encode)
         )

@@ -19,6 +19,7 @@ from triptych.core.request import GenerateRequest
 from triptych.core.session import FirstToken, KvSession, SealedSession
 from triptych.rpc.address import Address
 from triptych.rpc.inference import Inference
+from triptych.rpc.message_bytes import MessageBytes
 from triptych.wire.codec import encode_request
 from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import SessionCodec
@@ -140,6 +141,9 @@ class LeavingContext:
         self.sent: list[bytes] = []
         self._unsent = unsent
 
+    async def read(self) -> bytes:
+        return encode_request(REQUEST).SerializeToString()
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
@@ -165,9 +169,9 @@ async def test_a_session_that_may_have_been_read_of_stays(unsent: bool) -> None:
     role = ScriptedRole(script=lambda request: [leave, PrefillReady(request.request_id, PLAIN, Usage(2, 1, 0), SPANS)])
     role.description = BOTH
     role.sessions.add("one")
-    inference = Inference(role, SessionCodec(), ReferenceCodec())
+    inference = Inference(role, SessionCodec(), ReferenceCodec(), MessageBytes())
     context = LeavingContext(unsent=unsent)
-    context.call = asyncio.create_task(inference.generate(encode_request(REQUEST).SerializeToString(), context))
+    context.call = asyncio.create_task(inference.generate(None, context))
     if not unsent:
         leave.set()
     with pytest.raises(asyncio.CancelledError):

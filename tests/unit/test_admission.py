@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.stepping import Steps
 from triptych.core.errors import Cancelled, MediaError, Overloaded
 from triptych.core.media import Stage
-from triptych.media.admission import Admission
+from triptych.media.admission import Admission, AdmissionBounds
 from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MAX_WAITING_BYTES = 100
 MAX_WAIT = 60
 MAX_AWAY = 2
 MAX_HELD = 80
+FULL = "too much is prepared (--a-flag)"
 BAD = MediaError(0, "it is broken", Stage.DECODE)
 BUG = ZeroDivisionError("a bug")
 
@@ -44,18 +46,20 @@ class Request:
         stubborn: bool = False,
         deaf: bool = False,
         away: bool = False,
+        again: bool = False,
         end: Exception | None = None,
     ) -> None:
         """How it is.
 
         ``away``: until the first gate opens; ``stubborn``: goes on after it was cancelled until its gate opens;
-        ``deaf``: and then does not end either.
+        ``deaf``: and then does not end either; ``again``: it has been here once before, and does not stand in line.
         """
         self.office = office
         self.loop = office.loop
         self.ticket = ticket
         self.weight = weight
-        self.waits_in = "line"
+        self.again = again
+        self.waits_in = "returning" if again else "line"
         """Where it waits, or waited last."""
         self.since = self.loop.now
         """When it began to."""
@@ -167,8 +171,18 @@ class Office:
         """What was said when it was last asked."""
         self.waits: dict[str, list[Request]] = {"line": [], "weighing": [], "returning": []}
         """All who have ever waited there, in order."""
+        self.full = False
+        """Whether so much is prepared that nobody shall begin."""
         self.admission = Admission(
-            shares, MAX_WAITING, MAX_WAITING_BYTES, max_wait=MAX_WAIT, max_away=MAX_AWAY, crowded=self._is_crowded
+            AdmissionBounds(
+                shares=shares,
+                max_waiting=MAX_WAITING,
+                max_waiting_bytes=MAX_WAITING_BYTES,
+                max_wait=MAX_WAIT,
+                max_away=MAX_AWAY,
+            ),
+            crowded=self._is_crowded,
+            full=lambda: FULL if self.full else None,
         )
 
     def _is_crowded(self) -> bool:
@@ -185,6 +199,18 @@ class Office:
         request.run()
         self.loop.settle()
         return request
+
+    def re_enter(self, *, holds: bool = True) -> Ticket:
+        with self.loop.running():
+            return self.admission.re_enter(holds_prepared=holds)
+
+    def say_full(self, full: bool) -> None:
+        """How it is from now on."""
+        fallen, self.full = self.full and not full, full
+        if fallen:
+            with self.loop.running():
+                self.admission.look_again()
+            self.loop.settle()
 
     @property
     def now(self) -> AdmissionStatistics:
@@ -542,6 +568,119 @@ def test_while_too_much_is_held_those_who_were_away_come_back() -> None:
     office.assert_empty()
 
 
+def test_while_too_much_is_prepared_nobody_is_given_shares_and_who_has_some_goes_on() -> None:
+    office = Office()
+    slow, light, heavy = office.request(away=True), office.request(), office.request(weight=2)
+    office.say_full(True)
+    newcomer = office.request()
+    for request in (slow, light, heavy):
+        request.open()
+        office.loop.settle()
+    assert (office.now.returning, office.now.weighing, office.now.waiting) == (1, 1, 1)
+    assert (slow.weighed, light.weighed, heavy.weighed, newcomer.begun) == (False, True, False, False)
+    open_all(office, light)
+    assert light.outcome == "done"
+    assert office.now.shares_in_use == 0  # all of them are free, and nobody begins
+    office.say_full(False)
+    assert (slow.weighed, heavy.weighed, newcomer.begun) == (True, True, True)
+    open_all(office, slow, heavy, newcomer)
+    office.assert_empty()
+
+
+def test_who_holds_some_of_what_is_too_much_goes_on_before_all_who_hold_none() -> None:
+    office = Office()
+    heavy, running = office.request(weight=3), office.request()
+    office.say_full(True)
+    heavy.open()
+    office.loop.settle()
+    others = [office.request() for _ in range(2)]
+    none = Request(office, office.re_enter(holds=False), again=True)
+    some = Request(office, office.re_enter(), weight=3, again=True)
+    for one in (none, some):
+        one.run()
+    office.loop.settle()
+    assert (some.begun, none.begun) == (False, False)  # somebody weighs, so the light go one at a time
+    open_all(office, running)
+    some.open()
+    office.loop.settle()
+    assert (some.weighed, none.begun, heavy.weighed) == (True, False, False)
+    open_all(office, some)
+    assert (some.outcome, none.begun, heavy.weighed, *(one.begun for one in others)) == ("done", *[False] * 4)
+    office.say_full(False)
+    assert (heavy.weighed, none.begun) == (True, True)
+    assert [one.begun for one in others] == [False, False]  # it had begun before them
+    open_all(office, none, heavy, *others)
+    assert [one.outcome for one in (heavy, none, *others)] == ["done"] * 4
+    office.assert_empty()
+
+
+@pytest.mark.parametrize("queue", ["line", "weighing", "returning"])
+def test_who_waited_too_long_for_less_to_be_prepared_is_told_so(queue: str) -> None:
+    office = Office()
+    begun = [] if queue == "line" else [office.request(weight=2, away=queue == "returning")]
+    office.say_full(True)
+    for request in begun:
+        request.open()
+    late = office.request() if queue == "line" else begun[0]
+    office.loop.settle()
+    assert (late.waits, late.waits_in) == (True, queue)
+    office.loop.set_clock(MAX_WAIT)
+    office.loop.settle()
+    assert isinstance(late.outcome, Overloaded)
+    assert str(late.outcome) == (
+        f"waited 60 s for its turn in media preparation (--max-waiting-seconds): {FULL}; retry later"
+    )
+    assert office.now.expired == 1
+    office.assert_empty()
+
+
+def test_who_waits_for_shares_and_holds_some_is_not_told_to_wait_for_less() -> None:
+    office = Office(shares=1)
+    running, late = office.request(), Request(office, office.re_enter(), again=True)
+    late.run()
+    office.say_full(True)
+    office.loop.set_clock(MAX_WAIT)
+    office.loop.settle()
+    assert "waited 60 s for 1 of 1 shares" in str(late.outcome)
+    office.say_full(False)
+    open_all(office, running)
+    office.assert_empty()
+
+
+def test_a_line_that_is_full_because_too_much_is_prepared_says_so() -> None:
+    office = Office()
+    office.say_full(True)
+    for size in (MAX_WAITING_BYTES, *[0] * (MAX_WAITING - 1)):
+        office.enter(size)
+    with pytest.raises(Overloaded, match=f"{MAX_WAITING} requests already wait.*: {re.escape(FULL)}; retry later"):
+        office.enter(0)
+    other = Office()
+    other.say_full(True)
+    with pytest.raises(Overloaded, match=f"this request has 101; at most 100.*: {re.escape(FULL)}; retry later"):
+        other.enter(MAX_WAITING_BYTES + 1)  # it would wait
+
+
+@pytest.mark.parametrize("leave", [Request.give_up, Request.cancel])
+@pytest.mark.parametrize("queue", ["line", "weighing", "returning"])
+def test_who_leaves_while_too_much_is_prepared_leaves_nothing(leave: Callable[[Request], None], queue: str) -> None:
+    office = Office()
+    leaver = None if queue == "line" else office.request(weight=2, away=queue == "returning")
+    office.say_full(True)
+    leaver = leaver or office.request()
+    leaver.open()
+    office.loop.settle()
+    last = office.request()
+    assert (leaver.waits, leaver.waits_in) == (True, queue)
+    leave(leaver)
+    office.loop.settle()
+    assert leaver.outcome == "cancelled" or isinstance(leaver.outcome, Cancelled)
+    assert (office.now.waiting, office.now.weighing, office.now.returning) == (1, 0, 0)
+    office.say_full(False)
+    assert last.begun
+    open_all(office, last)
+    office.assert_empty()
+
+
 def test_waits_are_counted_when_they_are_over() -> None:
     office = Office(shares=3)
     first, second, other, third = office.request(), office.request(weight=2), office.request(), office.request()
@@ -892,6 +1031,23 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.arrive(size, weight, how)
 
     @rule(
+        holds=st.booleans(),
+        weight=st.integers(0, 6),
+        how=st.sampled_from(("plain", "stubborn", "deaf", "bad")),
+    )
+    def re_enter(self, holds: bool, weight: int, how: str) -> None:
+        """One that has been here before."""
+        self.take_on(self.office.re_enter(holds=holds), weight, how, again=True)
+
+    @rule(full=st.booleans())
+    def prepare(self, full: bool) -> None:
+        """Or use up what was prepared."""
+        self.office.full, fallen = full, self.office.full and not full
+        if fallen:
+            with self.loop.running():
+                self.office.admission.look_again()
+
+    @rule(
         sizes=st.sampled_from((1, 30)),
         weights=st.lists(st.sampled_from((1, 2, 3, 3, 6)), min_size=2, max_size=6),
         how=st.sampled_from(("plain", "away", "away")),
@@ -907,7 +1063,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def arrive(self, size: int, weight: int, how: str) -> None:
         now = self.office.now
         heavy = self.waiting("weighing")
-        held_up = heavy and (self.light or self.office.held > MAX_HELD)
+        held_up = self.office.full or (heavy and (self.light or self.office.held > MAX_HELD))
         waits = now.waiting or now.returning or not self.free or held_up
         full = now.waiting + now.weighing + now.returning >= MAX_WAITING
         full = full or (waits and now.waiting_bytes + size > MAX_WAITING_BYTES)
@@ -919,6 +1075,9 @@ class AdmissionMachine(RuleBasedStateMachine):
             return
         assert not full
         assert bool(ticket.shares) != bool(waits)
+        self.take_on(ticket, weight, how)
+
+    def take_on(self, ticket: Ticket, weight: int, how: str, *, again: bool = False) -> None:
         request = Request(
             self.office,
             ticket,
@@ -926,10 +1085,11 @@ class AdmissionMachine(RuleBasedStateMachine):
             stubborn=how == "stubborn",
             deaf="deaf" in how,
             away="away" in how,
+            again=again,
             end=BAD if how == "bad" else None,
         )
         self.requests.append(request)
-        self.office.waits["line"].append(request)
+        self.office.waits[request.waits_in].append(request)
 
     @precondition(lambda self: any(request.running is None for request in self.requests))
     @rule(number=st.integers(0))
@@ -974,7 +1134,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert self.loop.timers == len(waiting)
         assert all(self.loop.now - one.since < MAX_WAIT for one in waiting)
         if self.waiting("line"):  # they may have been kept back by what was held, and it must be held still
-            assert self.office.crowded == (self.office.held > MAX_HELD) or not self.free or self.light
+            kept_back = not self.free or self.light or self.office.full
+            assert self.office.crowded == (self.office.held > MAX_HELD) or kept_back
         for request in self.requests:
             assert request.ended == request.begun or request.outcome is None
             if request.begun and not request.ended and not request.waits and not request.is_away:
@@ -989,7 +1150,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert now.shares_in_use == SHARES - self.free <= SHARES
         assert now.orphaned == sum(one.ticket.shares for one in self.requests if one.ticket.given_up)
         assert now.waiting <= MAX_WAITING
-        assert now.waiting + now.weighing + now.returning <= MAX_WAITING + SHARES + MAX_AWAY
+        again = sum(one.again for one in self.requests)
+        assert now.waiting + now.weighing + now.returning <= MAX_WAITING + SHARES + MAX_AWAY + again
         assert now.waiting_bytes == sum(one.ticket.size for one in self.waiting("line")) <= MAX_WAITING_BYTES
         assert now.away <= MAX_AWAY
         assert not any(one.is_away and one.ticket.shares for one in self.requests)
@@ -1001,28 +1163,34 @@ class AdmissionMachine(RuleBasedStateMachine):
         """Why nobody is served though shares are free."""
         heavy, back, line = (self.waiting(queue) for queue in ("weighing", "returning", "line"))
         assert sum(one.ticket.shares for one in self.requests if one.ticket.shares > 1) < SHARES
-        if heavy:
-            assert self.free - min(heavy[0].weight, SHARES - 1) < (0 if self.light else 1)
-        if back:
+        if able := self.able(heavy):
+            assert self.free - min(able[0].weight, SHARES - 1) < (0 if self.light else 1)
+        if self.able(back):
             assert not self.free or (heavy and self.light)
         if line:
-            assert not self.free or (heavy and (self.light or self.office.crowded))
+            assert not self.free or (heavy and (self.light or self.office.crowded)) or self.office.full
+
+    def able(self, waiting: list[Request]) -> list[Request]:
+        """Those who need not wait until less is prepared."""
+        return [one for one in waiting if one.ticket.holds_prepared or not self.office.full]
 
     def _watch_order(self) -> None:
         """Who was served since it was last looked at, and who was not."""
         served = {queue: [one for one in self.waited[queue] if one.ticket.shares] for queue in self.waited}
         for queue, lucky in served.items():
+            assert self.able(lucky) == lucky
             places = self.office.waits[queue].index
-            still = [one for one in self.waited[queue] if one in self.waiting(queue)]
+            still = [one for one in self.able(self.waited[queue]) if one in self.waiting(queue)]
             assert all(places(one) < places(other) for one in lucky for other in still)
         if served["line"]:
-            assert not [one for one in self.waited["returning"] if one in self.waiting("returning")]
+            assert not [one for one in self.able(self.waited["returning"]) if one in self.waiting("returning")]
         if self.waited["weighing"] and self.waiting("weighing") and (served["line"] or served["returning"]):
             assert self.light == 1
 
     def teardown(self) -> None:
         """Those who run end, again and again, while no time passes: everybody gets their turn."""
         self.settle()
+        self.prepare(full=False)
         for request in self.requests:
             if request.running is None:
                 request.run()
@@ -1043,13 +1211,15 @@ class AdmissionMachine(RuleBasedStateMachine):
                 )
             elif isinstance(request.outcome, Overloaded):
                 assert "from others" in str(request.outcome) or self.loop.now - request.since >= MAX_WAIT
+                assert FULL not in str(request.outcome) or not request.ticket.holds_prepared
             else:
                 assert request.outcome is (request._end or "done")
         self.office.assert_empty()
         assert self.office.held == 0
         assert not [gate for gate in self.loop.pending() if not any(gate in one._gates for one in self.requests)]
-        unbegun = sum(isinstance(one.outcome, Overloaded) and not one.begun for one in self.requests)
-        assert now.admitted + now.abandoned + unbegun == len(self.requests)
+        line = [one for one in self.requests if not one.again]
+        unbegun = sum(isinstance(one.outcome, Overloaded) and not one.begun for one in line)
+        assert now.admitted + now.abandoned + unbegun == len(line)
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from tests.corpus.bad_pictures import bad_pictures
-from tests.pictures_here import decode_picture
+from tests.pictures_here import decode_here, decode_picture
 from triptych.core.config import MediaLimits
-from triptych.core.errors import InvalidRequest, MediaError, MediaUnavailable
+from triptych.core.errors import InvalidRequest, MediaError
 from triptych.core.media import Stage
 from triptych.core.media_options import PictureOptions
-from triptych.media.decode import admit_picture, decode_here, explain, is_memory
+from triptych.media.decode import admit_picture, explain, is_memory
 from triptych.media.header import Format, Size
 from triptych.media.limits import RequestBudget, check_item_count
 
@@ -147,15 +147,6 @@ def test_a_request_counts_its_items() -> None:
     check_item_count(2, MediaLimits(max_items=2))
     with pytest.raises(InvalidRequest, match=r"3 media items; at most 2 \(--max-items\)"):
         check_item_count(3, MediaLimits(max_items=2))
-
-
-def test_memory_that_runs_out_is_no_fault_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(image: object, background: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("triptych.media.decode.to_rgb", exhausted)
-    with pytest.raises(MediaUnavailable, match="--max-item-pixels"):
-        decode_picture(0, encode("PNG"), RequestBudget(MediaLimits()))
 
 
 def test_pillow_is_left_as_it_was() -> None:

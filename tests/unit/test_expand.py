@@ -87,7 +87,9 @@ def test_kinds_must_come_in_the_order_of_their_markers() -> None:
 
 
 def test_a_kind_without_a_marker_is_unsupported() -> None:
-    with pytest.raises(UnsupportedFeature, match="media item 1: audio is not accepted here; accepted: image"):
+    with pytest.raises(
+        UnsupportedFeature, match="media item 1: preprocess: audio is not accepted here; accepted: image"
+    ):
         check_counts(ids(IMAGE), [Modality.IMAGE, Modality.AUDIO], {Modality.IMAGE: IMAGE})
 
 
@@ -364,7 +366,9 @@ def test_settings_of_videos_are_part_of_the_fingerprint() -> None:
 
 def test_a_text_family_takes_no_media_and_leaves_the_prompt_alone() -> None:
     family = TextProcessor(REVISION)
-    with pytest.raises(UnsupportedFeature, match="media item 0: image is not accepted here; accepted: text only"):
+    with pytest.raises(
+        UnsupportedFeature, match="media item 0: preprocess: image is not accepted here; accepted: text only"
+    ):
         family.check_counts(ids(1), [Modality.IMAGE])
     plan, placed = family.plan(ids(3, 1, 2), [])
     assert plan.token_ids.tolist() == [3, 1, 2]

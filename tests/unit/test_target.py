@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from triptych.core.config import FetchSettings
 from triptych.core.errors import StartupError
+from triptych.core.media import Stage
 from triptych.media.fetch_failure import FetchFailure
 from triptych.media.target import MAX_URL, is_listed, parse
 
@@ -105,6 +106,7 @@ def test_what_is_no_url_to_fetch(url: str, reason: str) -> None:
     assert "secret" not in refused.value.reason
     assert len(refused.value.reason) < 200
     assert not refused.value.retryable
+    assert refused.value.stage is (Stage.LIMIT if "at most" in reason else Stage.FETCH)
 
 
 TEXT = st.text(st.sampled_from("abA01.-_~:/?#[]@!$&'()*+,;=%\\ \té\u3002xX"), max_size=30)
@@ -160,6 +162,7 @@ def test_where_a_redirect_must_not_lead(location: bytes, reason: str) -> None:
     with pytest.raises(FetchFailure, match=reason) as refused:
         parse("https://a.example/?token=secret").redirected(location)
     assert "secret" not in refused.value.reason
+    assert refused.value.stage is (Stage.LIMIT if "characters" in reason else Stage.FETCH)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from PIL import Image
 
 from tests.corpus import clips, sounds
 from tests.corpus.clips import Recipe, drawing, encoded, number_in
-from triptych.core.clip import Clip, FrameSampling, FrameSize
+from tests.decoding_here import decode_clip
+from triptych.core.clip import Clip, FrameFit, FrameSampling, FrameSize
 from triptych.core.config import MediaLimits
 from triptych.core.errors import MediaError
 from triptych.core.media import Stage
-from triptych.media.video import decode_clip
+from triptych.media.video import open_clip
 
 LIMITS = MediaLimits()
 FOUR = FrameSampling(num_frames=4)
@@ -233,6 +234,67 @@ def test_frames_that_change_size_are_brought_to_the_first_one_s() -> None:
     clip = decode(clips.growing(), ALL)
     assert clip.frames.shape == (4, 64, 96, 3)
     assert numbers(clip) == [0, 1, 2, 3]
+
+
+CODECS = pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+
+
+@CODECS
+def test_frames_may_grow_or_shrink_on_the_way(codec: str) -> None:
+    for scales, header, shape in (((1, 1, 2, 2), 1, (64, 96)), ((2, 2, 1, 1), 2, (128, 192))):
+        clip = decode(clips.changing(*scales, codec=codec, header=header))
+        assert clip.frames.shape == (4, *shape, 3)
+        assert numbers(clip) == [0, 1, 2, 3]
+
+
+@CODECS
+@pytest.mark.parametrize(
+    ("scales", "hidden", "size"),
+    [
+        ((8, 8, 8, 8), 0, "768 x 512"),
+        ((8, 1, 1, 1), 0, "768 x 512"),
+        ((4, 4, 1, 1), 0, "384 x 256"),
+        ((1, 2, 2, 2), 1, "192 x 128"),
+        ((1, 1, 2, 1), 2, "192 x 128"),
+    ],
+)
+@pytest.mark.parametrize("sampling", [FrameSampling(num_frames=2), FrameSampling(num_frames=1)])
+def test_no_clip_is_larger_than_was_announced(
+    codec: str, scales: tuple[int, ...], hidden: int, size: str, sampling: FrameSampling
+) -> None:
+    """Of VP8 the header is all that is known before; of VP9 the library looks at the first frame."""
+    data = clips.changing(*scales, codec=codec, hidden=hidden)
+    if codec == "libvpx":
+        refused = reason(data, sampling)
+        assert refused.reason == f"its header says 96 x 64, but its frames are {size}"
+        assert refused.stage is Stage.DECODE
+    else:
+        with open_clip(0, data, sampling, LIMITS) as clip:
+            shapes: list[tuple[int, ...]] = []
+            clip.decode(lambda frame: shapes.append(frame.shape))
+            assert sum(height * width for height, width, _ in shapes) == clip.survey.kept_pixels
+
+
+def test_frames_larger_than_their_header_are_read_where_they_are_made_as_small() -> None:
+    """What was counted are the frames as they are made."""
+    fit = FrameFit(cell=32, temporal=2, min_pixels=4096, max_pixels=4 * 64 * 96)
+    clip = decode(clips.changing(8, 8, 8, 8), fit=fit)
+    assert clip.frames.shape == (4, 64, 96, 3)
+    assert numbers(clip) == [0, 1, 2, 3]
+    more = replace(fit, max_pixels=4 * 64 * 96 * 2)
+    with pytest.raises(MediaError, match="its header says 96 x 64, but its frames are 768 x 512"):
+        decode(clips.changing(8, 8, 8, 8), fit=more)
+
+
+def test_a_smaller_frame_is_refused_where_it_is_made_larger_than_was_announced() -> None:
+    class Odd(Halved):
+        """As a fit may for a frame of another shape."""
+
+        def size(self, frames: int, source: FrameSize) -> FrameSize:
+            return FrameSize(512, 512) if source.width == 96 else source
+
+    with pytest.raises(MediaError, match="its header says 192 x 128, but its frames are 96 x 64"):
+        decode(clips.changing(1, 1, header=2), fit=Odd())
 
 
 def test_frames_that_grow_are_counted_as_they_come() -> None:

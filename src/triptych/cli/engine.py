@@ -21,6 +21,7 @@ from triptych.cli.progress import loading_bar
 from triptych.cli.transports import check_flags, row_transport_of, signer_of, transport_of
 from triptych.engine.row_arena import ROW_LAYOUT, count_row_blocks
 from triptych.roles.contract import HealthState, RoleName
+from triptych.rpc.message_bytes import MAX_BYTES_HELD, MessageBytes
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import check_address, serve_role
 
@@ -71,13 +72,14 @@ class Stop:
 
 
 class Listeners(NamedTuple):
-    """Where the engine can be reached."""
+    """Where the engine can be reached, and how much may come in there."""
 
     grpc: str
     metrics: str | None
     allow_plaintext: bool
     tls: TlsFiles | None
     """Of the gRPC server."""
+    max_message_bytes_held: int = MAX_BYTES_HELD
 
 
 class Assignment(NamedTuple):
@@ -186,6 +188,7 @@ async def _serve(
         role = start(uuid.uuid4().hex)
         cleanup.push_async_callback(role.drain, DRAIN_SECONDS)
         await role.warm_up()
+        messages = MessageBytes(listeners.max_message_bytes_held)
         server = await serve_role(
             role,
             *split_address(listeners.grpc),
@@ -193,13 +196,14 @@ async def _serve(
             tls=listeners.tls,
             on_shutdown=stop.ask,
             signer=assignment.signer,
+            messages=messages,
         )
         # Streams end while the role drains; only then does the listener close.
         cleanup.push_async_callback(server.stop, LAST_EVENTS_SECONDS)
         metrics = None
         if listeners.metrics is not None:
             where = split_address(listeners.metrics)
-            exposition = await serve_metrics(role, *where, allow_plaintext=listeners.allow_plaintext)
+            exposition = await serve_metrics(role, messages, *where, allow_plaintext=listeners.allow_plaintext)
             cleanup.push_async_callback(exposition.stop)
             metrics = exposition.address
         if parent is not None:

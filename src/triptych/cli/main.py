@@ -98,7 +98,8 @@ def engine(
 
     tls = TlsFiles.of(tls_certificate, tls_key, tls_client_ca)
     assignment = Assignment.of(RoleName(role), options, handoff, encoder, requires_handoff=requires_handoff)
-    return run(model, assignment, options, media, Listeners(grpc, metrics, allow_plaintext, tls), announce=announce)
+    listeners = Listeners(grpc, metrics, allow_plaintext, tls, options.max_message_bytes_held)
+    return run(model, assignment, options, media, listeners, announce=announce)
 
 
 @app.command

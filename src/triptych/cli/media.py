@@ -105,6 +105,13 @@ class MediaFlags:
     prepared_cache_bytes: Annotated[int, sized("Memory for items that were prepared, in case they come again")] = (
         _LIMITS.prepared_cache_bytes
     )
+    max_prepared_bytes: Annotated[
+        int,
+        sized(
+            "Memory for prepared pictures and videos of all requests that are not yet answered; while they take more, "
+            "further requests wait for it"
+        ),
+    ] = _LIMITS.max_prepared_bytes
     decode_workers: Annotated[int, counted("Processes that decode media, one item each at a time.")] = (
         _DECODE.decode_workers
     )

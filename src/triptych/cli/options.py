@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from triptych.cli.flags import counted, positive, sized, words_of
 from triptych.core.config import MIB, SchedulerConfig
+from triptych.rpc.message_bytes import MAX_BYTES_HELD
 
 _STEP = SchedulerConfig()
 
@@ -33,6 +34,9 @@ class EngineOptions:
     max_waiting_requests: Annotated[int, counted("Requests that may wait; one more is refused.")] = (
         _STEP.max_waiting_requests
     )
+    max_message_bytes_held: Annotated[
+        int, sized("Messages of requests that are not accepted yet; where one more may be too much it is refused")
+    ] = MAX_BYTES_HELD
     max_context: Annotated[
         int | None, counted("Prompt and answer together, in tokens. Default: what the model and the KV pool allow.")
     ] = None

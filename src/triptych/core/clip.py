@@ -92,6 +92,11 @@ class FrameSize(NamedTuple):
     height: int
     width: int
 
+    @property
+    def pixels(self) -> int:
+        """In all."""
+        return self.height * self.width
+
 
 MAX_ASPECT = 200
 """Longer side over shorter side; models that fit frames in this way refuse more."""

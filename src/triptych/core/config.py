@@ -100,6 +100,9 @@ class MediaLimits:
     """Of one wait for shares; then the request is refused as overloaded."""
     prepared_cache_bytes: int = 128 * MIB
     """Memory for items that were prepared, in case they come again."""
+    max_prepared_bytes: int = 4 * GIB
+    """Of prepared pictures and videos, of all requests that have no answer yet. While they take more, further requests
+    wait."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -109,7 +112,7 @@ class MediaLimits:
         """
         _positive(self, "max_item_bytes", "max_item_pixels", "max_items", "max_request_pixels")
         _positive(self, "media_preparation_limit", "max_waiting_preparations", "max_waiting_bytes")
-        _positive(self, "prepared_cache_bytes", "max_request_bytes")
+        _positive(self, "prepared_cache_bytes", "max_prepared_bytes", "max_request_bytes")
         _positive(self, "max_frame_pixels", "max_source_frames", "max_decoded_pixels", "max_clip_seconds")
         _positive(self, "max_clip_frames", "max_clip_pixels", "max_sound_seconds")
         if not 0 < self.max_waiting_seconds < math.inf:

@@ -281,3 +281,12 @@ class UnknownArchitecture(StartupError):
 def one_line(error: BaseException) -> str:
     """What an error of anybody's says, on one line; its class name where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames that an error has passed through, which nobody will look at any more.
+
+    They hold all that was in them, a request and its media too, and often the error itself: a ring, which stays until
+    the collector comes by.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None

@@ -27,7 +27,7 @@ class Stage(enum.Enum):
     DECODE = "decode"
     """Its bytes were to become pixels, frames or samples."""
     LIMIT = "limit"
-    """It is over a limit, at whatever point that was seen; the reason has the value, the limit and its flag."""
+    """It is over a limit, at whatever point that was seen; the reason has the value, the limit and its flag, if any."""
     PREPROCESS = "preprocess"
     """What was decoded was to become the model's input."""
 

@@ -11,11 +11,15 @@ the other one of the layers below, which would be an accidental cap.
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from triptych.core.clip import FrameSampling
 from triptych.core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Layer = TypeVar("Layer", "PictureLayer", "ClipLayer")
 
@@ -33,7 +37,7 @@ def _check_pixels(what: str, least: int | None, most: int | None) -> None:
         if value is not None and not 1 <= value <= _MAX_PIXELS:
             raise InvalidRequest(f"{what}.{name} must be in [1, 2^40], not {value}")
     if least is not None and most is not None and least > most:
-        raise InvalidRequest(f"{what}: min_pixels {least} is more than max_pixels {most}")
+        raise InvalidRequest(f"{what}.min_pixels {least} is more than max_pixels {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +132,42 @@ class OptionLayer:
             video = replace(video, fps=None, num_frames=None)
         return OptionLayer(_over(self.image, lower.image), _over(self.video, video))
 
-    def picture(self) -> PictureOptions:
+    def picture(self, where: str = "media_options") -> PictureOptions:
         """What holds for pictures where there is no layer below.
 
+        Args:
+            where: how its author calls the layer, for messages.
+
         Raises:
-            InvalidRequest: naming the field.
+            InvalidRequest: naming ``WHERE.image.KEY``.
         """
         image = self.image
-        return PictureOptions(image.background or WHITE, image.min_pixels, image.max_pixels)
+        with _naming(where):
+            return PictureOptions(image.background or WHITE, image.min_pixels, image.max_pixels)
 
-    def clip(self) -> ClipOptions:
+    def clip(self, where: str = "media_options") -> ClipOptions:
         """What holds for videos where there is no layer below.
 
+        Args:
+            where: how its author calls the layer, for messages.
+
         Raises:
-            InvalidRequest: naming the field.
+            InvalidRequest: naming ``WHERE.video.KEY``.
         """
         video = self.video
-        sampling = FrameSampling(video.fps, video.num_frames, video.min_frames or 1, video.max_frames)
-        return ClipOptions(sampling, video.min_pixels, video.max_pixels)
+        with _naming(f"{where}.video"):
+            sampling = FrameSampling(video.fps, video.num_frames, video.min_frames or 1, video.max_frames)
+        with _naming(where):
+            return ClipOptions(sampling, video.min_pixels, video.max_pixels)
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Say where the field stands that an error names."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}.{error}") from None
 
 
 def _over(higher: Layer, lower: Layer) -> Layer:

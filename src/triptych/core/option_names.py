@@ -91,11 +91,8 @@ def _check_pair(layer: OptionLayer, where: str) -> None:
     """Refuse what contradicts itself whatever the other layers say."""
     if layer.video.fps is not None and layer.video.num_frames is not None:
         raise InvalidRequest(f"{where}.video: fps and num_frames exclude each other; give one of them")
-    try:
-        layer.picture()
-        layer.clip()
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}.{error}") from None
+    layer.picture(where)
+    layer.clip(where)
 
 
 def _object(value: object, where: str) -> Mapping[str, object]:

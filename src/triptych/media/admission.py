@@ -1,6 +1,7 @@
-"""Shares in the preparation of media: how much of it goes on at once.
+"""Shares in the preparation of media: how much of it goes on at once. Whose turn it is, shares.py says.
 
     enter     a place in line; who comes when the line is full is refused
+    re-enter  a place before the line, for who has begun once already
     run       the turn comes, with one share, and the work begins in a task of its own
     away      the work waits for others (a fetch): it gives its share back meanwhile, and comes back before the line;
               where too many are away it is refused, as nobody waits for others with a share
@@ -11,30 +12,22 @@
               weighing, back   that place too
               at work          the work is cancelled, and keeps its shares until it has ended
 
-Who has one share is light, who has more is heavy. With only one share all are light.
-
-    heavy     the first who weighs begins if one share stays free then, or if somebody light is at work:
-              so the heavy never have all shares, and one is left to the light
-    light     nobody weighs       any free share: who comes back first, then the line
-              somebody weighs     the same, while nobody light is at work: one at a time
-                                  nobody of the line, while too many bytes are held
-
-So a thumbnail does not wait for what is huge, and what is huge waits only for those who are at work, not for all the
-thumbnails that come meanwhile. Among those who wait for the same it is first come, first served.
-
 Shares belong to the work, not to the caller: what cannot be stopped at once keeps them, so that cancelling and asking
 again cannot pile up work. Nobody waits for shares while holding any, and nobody waits for longer than the limit. Since
 the light pass, the line is no bound for those who have begun and wait again; they count when somebody new comes.
+
+While so much is prepared that has no answer yet, that there shall be no more, nobody is given shares; those who work go
+on, and so do those who wait and hold some of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from triptych.core.errors import Cancelled, Overloaded, TriptychError
+from triptych.media.shares import Shares
 from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
@@ -73,15 +66,16 @@ class AdmissionStatistics:
 
 
 class Ticket:
-    """One request's place in line, then its shares. Who has it either runs it, once, or gives it up."""
+    """One request's place in line, then its shares. Who has it either runs it, once, or gives it up.
 
-    def __init__(self, admission: Admission, size: int) -> None:
+    Implements ``media.shares.Claim``.
+    """
+
+    def __init__(self, admission: Admission, size: int, *, holds_prepared: bool = False) -> None:
         self.size = size
-        """Encoded bytes that came with the request."""
         self.shares = 0
-        """What it has."""
         self.needs = 1
-        """What it waits for, while it does."""
+        self.holds_prepared = holds_prepared
         self.since = 0.0
         """When it began to wait, by the loop's clock."""
         self.turn = asyncio.Event()
@@ -179,47 +173,46 @@ class Ticket:
             task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionBounds:
+    """Of work, and of waiting for it."""
+
+    shares: int
+    """Of all work at once."""
+    max_waiting: int
+    """Requests that wait when one more comes, at least 1."""
+    max_waiting_bytes: int
+    """Encoded bytes of those in line together."""
+    max_wait: float
+    """Seconds of one wait for shares."""
+    max_away: int
+    """Requests that may be away at once; one more is refused."""
+
+
 class Admission:
     """First come, first served, with a bounded line; for one event loop.
 
     Args:
-        shares: of all work at once.
-        max_waiting: requests that wait when one more comes, at least 1.
-        max_waiting_bytes: encoded bytes of those in line together.
-        max_wait: seconds of one wait for shares.
-        max_away: requests that may be away at once; one more is refused.
-        crowded: whether so much is held that nobody shall pass those who weigh; asked again when work has ended.
+        bounds: what is refused beyond.
+        crowded: whether so many encoded bytes are held that nobody shall pass those who weigh; asked again when work
+            has ended.
+        full: why nothing more shall be prepared, None while it may be; asked again when work has ended, and when
+            ``look_again`` is called.
     """
 
     def __init__(
         self,
-        shares: int,
-        max_waiting: int,
-        max_waiting_bytes: int,
+        bounds: AdmissionBounds,
         *,
-        max_wait: float,
-        max_away: int,
         crowded: Callable[[], bool] = lambda: False,
+        full: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._shares = shares
-        self._heaviest = max(1, shares - 1)
-        """Shares that the heavy have together, at most."""
-        self._free = shares
-        self._light = 0
-        """Requests that have one share."""
-        self._max_wait = max_wait
-        self._max_away = max_away
-        self._crowded = crowded
-        self._max_waiting = max_waiting
-        self._max_waiting_bytes = max_waiting_bytes
-        self._line: deque[Ticket] = deque()
-        self._weighing: deque[Ticket] = deque()
-        self._returning: deque[Ticket] = deque()
+        self._bounds = bounds
+        self._full = full
+        self._shares: Shares[Ticket] = Shares(bounds.shares, crowded, lambda: full() is not None)
         self._away: set[Ticket] = set()
         self._orphans: set[Ticket] = set()
         """Given up, and their work goes on."""
-        self._waiting_bytes = 0
-        self._admitted = 0
         self._refused = 0
         self._abandoned = 0
         self._expired = 0
@@ -237,25 +230,41 @@ class Admission:
         """
         ticket = Ticket(self, size)
         self._check_room(size)
-        self._waiting_bytes += size
-        self._line.append(ticket)
+        self._shares.enter(ticket)
         ticket.since = _now()
-        self._serve()
+        self.look_again()
+        return ticket
+
+    def re_enter(self, *, holds_prepared: bool) -> Ticket:
+        """A share before everybody in line, or a place to wait for one, for a request that has begun once.
+
+        Nobody is refused: there are no more of these than there are requests under way.
+
+        Args:
+            holds_prepared: whether it has something that was prepared for it; then it does not wait for others to have
+                less.
+        """
+        ticket = Ticket(self, 0, holds_prepared=holds_prepared)
+        self._shares.come_back(ticket)
+        ticket.since = _now()
+        self.look_again()
         return ticket
 
     def _check_room(self, size: int) -> None:
-        waiting, held = len(self._line) + len(self._weighing) + len(self._returning), self._waiting_bytes
-        if waiting >= self._max_waiting:
+        bounds, shares, why = self._bounds, self._shares, self._full()
+        waiting, held, most = shares.waiting, shares.line_bytes, bounds.max_waiting_bytes
+        if waiting >= bounds.max_waiting:
             full = f"{waiting} requests already wait for media preparation (--max-waiting-preparations)"
-        elif held + size > self._max_waiting_bytes and (self._line or not self._takes_newcomers()):
+        elif held + size > most and (shares.line or not shares.takes_newcomers()):
             full = (
-                f"{held} bytes of media already wait for their preparation, in {len(self._line)} request(s), and this "
-                f"request has {size}; at most {self._max_waiting_bytes} (--max-waiting-bytes)"
+                f"{held} bytes of media already wait for their preparation, in {len(shares.line)} request(s), and this "
+                f"request has {size}; at most {most} (--max-waiting-bytes)"
             )
         else:
             return
         self._refused += 1
-        raise Overloaded(f"{full}; retry later, or raise --media-preparation-limit")
+        advice = "; retry later, or raise --media-preparation-limit" if why is None else f": {why}; retry later"
+        raise Overloaded(f"{full}{advice}")
 
     async def turn_of(self, ticket: Ticket) -> None:
         """Wait until it waits for nothing any more.
@@ -264,38 +273,43 @@ class Admission:
             Overloaded: it waited too long, and has no place any more.
         """
         try:
-            async with asyncio.timeout_at(ticket.since + self._max_wait):
+            async with asyncio.timeout_at(ticket.since + self._bounds.max_wait):
                 await ticket.turn.wait()
         except TimeoutError:
             if ticket.turn.is_set():
                 return  # it came at the last moment
-            self._leave_queues(ticket)
-            self._expired += 1
-            self._serve()
-            raise Overloaded(
-                f"waited {self._max_wait:g} s for {ticket.needs} of {self._shares} shares in media preparation "
-                "(--max-waiting-seconds); retry later, or raise --media-preparation-limit"
-            ) from None
+            raise self._expire(ticket) from None
+
+    def _expire(self, ticket: Ticket) -> Overloaded:
+        """Its wait has been too long; why."""
+        why = None if ticket.holds_prepared else self._full()
+        self._shares.leave(ticket)
+        self._expired += 1
+        self.look_again()
+        waited = f"waited {self._bounds.max_wait:g} s"
+        if why is not None:
+            return Overloaded(f"{waited} for its turn in media preparation (--max-waiting-seconds): {why}; retry later")
+        return Overloaded(
+            f"{waited} for {ticket.needs} of {self._bounds.shares} shares in media preparation "
+            "(--max-waiting-seconds); retry later, or raise --media-preparation-limit"
+        )
 
     async def weigh(self, ticket: Ticket, weight: int) -> None:
         """See ``Ticket.weigh``."""
-        needs = min(weight, self._heaviest)
-        if needs <= ticket.shares:
-            return
-        self._take_back(ticket)
-        await self._wait_in(self._weighing if needs > 1 else self._returning, ticket, needs)
+        if self._shares.weigh(ticket, weight):
+            await self._wait_again(ticket)
 
     def let_go(self, ticket: Ticket) -> None:
         """See ``Ticket.away``."""
-        if len(self._away) >= self._max_away:
+        if len(self._away) >= self._bounds.max_away:
             self._refused += 1
             raise Overloaded(
                 f"{len(self._away)} requests already wait for media from others (--max-waiting-preparations); retry "
                 "later, or send the media themselves"
             )
         self._away.add(ticket)
-        self._take_back(ticket)
-        self._serve()
+        self._shares.take_back(ticket)
+        self.look_again()
 
     def end_away(self, ticket: Ticket) -> None:
         """It is not away any more."""
@@ -303,104 +317,56 @@ class Admission:
 
     async def come_back(self, ticket: Ticket) -> None:
         """It waits for a share again."""
-        await self._wait_in(self._returning, ticket, 1)
+        self._shares.come_back(ticket)
+        await self._wait_again(ticket)
 
-    async def _wait_in(self, queue: deque[Ticket], ticket: Ticket, needs: int) -> None:
-        ticket.needs = needs
+    async def _wait_again(self, ticket: Ticket) -> None:
         ticket.since = _now()
         ticket.turn.clear()
-        queue.append(ticket)
-        self._serve()
+        self.look_again()
         try:
             await self.turn_of(ticket)
         except asyncio.CancelledError:
-            self._leave_queues(ticket)
-            self._serve()
+            self._shares.leave(ticket)
+            self.look_again()
             raise
-
-    def _leave_queues(self, ticket: Ticket) -> bool:
-        """Whether it was in line, where its bytes are counted."""
-        for queue in (self._weighing, self._returning):
-            if ticket in queue:
-                queue.remove(ticket)
-        if ticket not in self._line:
-            return False
-        self._line.remove(ticket)
-        self._waiting_bytes -= ticket.size
-        return True
 
     def give_up(self, ticket: Ticket, *, begun: bool) -> None:
         """Its places are free; so is a share with which nothing was begun."""
-        if self._leave_queues(ticket):
+        if self._shares.leave(ticket):
             self._abandoned += 1
         elif begun:
             self._orphans.add(ticket)
         else:
-            self._take_back(ticket)
+            self._shares.take_back(ticket)
         ticket.turn.set()
-        self._serve()
+        self.look_again()
 
     def leave(self, ticket: Ticket) -> None:
         """Its work has ended."""
         self._orphans.discard(ticket)
-        self._take_back(ticket)
-        self._serve()
+        self._shares.take_back(ticket)
+        self.look_again()
 
-    def _take_back(self, ticket: Ticket) -> None:
-        self._light -= ticket.shares == 1
-        self._free += ticket.shares
-        ticket.shares = 0
-
-    def _serve(self) -> None:
-        """Hand out what is free, in order, so that nobody can overtake its like."""
-        while self._serve_heavy() or self._serve_light():
-            pass
-
-    def _serve_heavy(self) -> bool:
-        left = self._shares - self._heaviest if not self._light else 0
-        if not self._weighing or self._weighing[0].needs > self._free - left:
-            return False
-        self._give(self._weighing.popleft())
-        return True
-
-    def _serve_light(self) -> bool:
-        if self._returning and self._takes_light():
-            self._give(self._returning.popleft())
-        elif self._line and self._takes_newcomers():
-            ticket = self._line.popleft()
-            self._waiting_bytes -= ticket.size
-            self._admitted += 1
-            self._give(ticket)
-        else:
-            return False
-        return True
-
-    def _takes_light(self) -> bool:
-        return self._free > 0 and not (self._weighing and self._light)
-
-    def _takes_newcomers(self) -> bool:
-        return self._takes_light() and not (self._weighing and self._crowded())
-
-    def _give(self, ticket: Ticket) -> None:
-        waited = _now() - ticket.since
-        self._wait_seconds += waited
-        self._longest_wait = max(self._longest_wait, waited)
-        self._free -= ticket.needs
-        self._light += ticket.needs == 1
-        ticket.shares = ticket.needs
-        ticket.turn.set()
+    def look_again(self) -> None:
+        """Hand out what is free now. By itself it is asked for whatever happens here."""
+        while (ticket := self._shares.serve()) is not None:
+            waited = _now() - ticket.since
+            self._wait_seconds += waited
+            self._longest_wait = max(self._longest_wait, waited)
+            ticket.turn.set()
 
     def statistics(self) -> AdmissionStatistics:
         """Counts as of now."""
         return AdmissionStatistics(
-            shares_in_use=self._shares - self._free,
+            shares_in_use=self._bounds.shares - self._shares.free,
             orphaned=sum(ticket.shares for ticket in self._orphans),
-            waiting=len(self._line),
-            weighing=len(self._weighing),
+            waiting=len(self._shares.line),
+            weighing=len(self._shares.weighing),
             away=len(self._away),
-            returning=len(self._returning),
-            waiting_bytes=self._waiting_bytes,
-            admitted=self._admitted,
+            returning=len(self._shares.returning),
+            waiting_bytes=self._shares.line_bytes,
+            admitted=self._shares.admitted,
             refused=self._refused,
             abandoned=self._abandoned,
             expired=self._expired,

@@ -1,6 +1,6 @@
 """An encoded sound to one channel at the model's rate. Pure: bytes in, a sound out; made to run in a worker process.
 
-    bytes -> container known and whole -> packets counted -> samples of all channels -> mean -> resampled -> windows
+    bytes -> container known and whole -> packets counted -> samples of all channels -> mean -> resampled
 
 The packets are read once before anything is decoded: they tell how long the sound plays, whatever its header says, so
 one that is far too long costs nothing. Each decoded stretch is mixed, resampled and handed on as it comes: memory holds
@@ -19,7 +19,6 @@ from av.error import InvalidDataError
 
 from triptych.core.errors import MediaError
 from triptych.core.media import Stage
-from triptych.core.sound import Sound
 from triptych.media.av_file import (
     OPEN_ENDED,
     SOUND_CODECS,
@@ -33,7 +32,6 @@ from triptych.media.av_file import (
 )
 from triptych.media.containers import SOUND_CONTAINERS
 from triptych.media.limits import MAX_CHANNELS, SOUND_RATES
-from triptych.media.windows import plan_windows, window_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,35 +114,6 @@ def open_sound(index: int, data: bytes, limits: MediaLimits, *, of_film: bool = 
         yield OpenSound(index, samples, packets, _mixed(index, file, stream, limits))
 
 
-def decode_sound(
-    index: int,
-    data: bytes,
-    rate: int,
-    limits: MediaLimits,
-    window_seconds: float | None = None,
-    *,
-    of_film: bool = False,
-) -> Sound:
-    """Decode a sound, mix its channels to one by averaging, and resample it.
-
-    Args:
-        index: Of the item in its request.
-        data: The file.
-        rate: Samples a second that the model hears.
-        limits: Checked before and while decoding.
-        window_seconds: What the model hears at a time; None where it hears any length.
-        of_film: Whether the sound of a video is asked for. Unasked it is an error, never a guess.
-
-    Raises:
-        MediaError: not a sound, damaged, cut off, without samples, or over a limit; ``index`` names the item.
-        MediaUnavailable: memory is short.
-    """
-    parts: list[Samples] = []
-    with open_sound(index, data, limits, of_film=of_film) as sound:
-        count = sound.decode(rate, parts.append)
-    return Sound(np.concatenate(parts), rate, plan_windows(count, window_length(window_seconds, rate)))
-
-
 class _Counted(NamedTuple):
     """The packets of a sound, and how long they say that they play."""
 
@@ -186,7 +155,7 @@ def _mixed(index: int, file: InputContainer, stream: AudioStream, limits: MediaL
     for frame in _frames(index, file, stream):
         channels = frame.layout.nb_channels
         if channels > MAX_CHANNELS:
-            raise MediaError(index, f"{channels} channels; at most {MAX_CHANNELS} are mixed", Stage.DECODE)
+            raise MediaError(index, f"{channels} channels; at most {MAX_CHANNELS} are mixed", Stage.LIMIT)
         rate = _checked_rate(index, frame.sample_rate, rate)
         heard += frame.samples
         if heard > limits.max_sound_seconds * rate:
@@ -205,7 +174,7 @@ def _checked_rate(index: int, rate: int, before: int | None) -> int:
         raise MediaError(index, what, Stage.DECODE)
     if not SOUND_RATES[0] <= rate <= SOUND_RATES[1]:
         raise MediaError(
-            index, f"{rate} samples a second; {SOUND_RATES[0]} to {SOUND_RATES[1]} are supported", Stage.DECODE
+            index, f"{rate} samples a second; at least {SOUND_RATES[0]}, at most {SOUND_RATES[1]}", Stage.LIMIT
         )
     return rate
 

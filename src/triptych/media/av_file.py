@@ -16,6 +16,7 @@ from av.stream import Discard, Disposition
 
 from triptych.core.errors import MediaError, MediaUnavailable, one_line
 from triptych.core.media import Stage
+from triptych.media.containers import MAX_STREAMS
 from triptych.media.limits import check_item_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ SOUND_CODECS = (
 OPEN_ENDED = ("mp3", "aac", "wav")
 """Demuxers whose files may end in the middle of a packet: two never say how long they are, and what a WAV file says was
 compared with what there is before, but for those recorded through a pipe, which say nothing."""
-_MAX_STREAMS = 32
 _PADDING = 1 << 16
 """Pixels by which a small frame may grow in a decoder's memory."""
 _NOT_FILM = Disposition.attached_pic | Disposition.timed_thumbnails
@@ -72,7 +72,8 @@ def open_file(
         names = ", ".join(one.name for one in kinds)
         raise MediaError(index, f"not a {wanted} that can be read; supported: {names}", Stage.DECODE)
     if (flaw := kind.flaw(data)) is not None:
-        raise MediaError(index, f"damaged or cut off {kind.name} file: {flaw}", Stage.DECODE)
+        what, stage = (kind.name, Stage.LIMIT) if flaw.over else (f"damaged or cut off {kind.name}", Stage.DECODE)
+        raise MediaError(index, f"{what} file: {flaw.reason}", stage)
     try:
         with av.open(
             _Sequential(data) if kind.sequential else io.BytesIO(data),
@@ -108,7 +109,7 @@ def _options(kind: Container, limits: MediaLimits) -> dict[str, str]:
         "format_whitelist": kind.demuxer,
         "codec_whitelist": ",".join(VIDEO_CODECS + SOUND_CODECS),
         "protocol_whitelist": "none",
-        "max_streams": str(_MAX_STREAMS),
+        "max_streams": str(MAX_STREAMS),
         "max_pixels": str(_most_pixels(limits)),
     }
 

@@ -18,15 +18,25 @@ if TYPE_CHECKING:
 MAX_MP4_SAMPLES = 1_000_000
 """Samples of all tracks, times the edits of a track; ten minutes have fifty thousand."""
 MAX_PARTS = 200_000
-"""Boxes, tables, or blocks of a file, which are walked one by one; an hour in fragments has a tenth of it."""
-_TOO_MANY = f"it is made of more than {MAX_PARTS} parts"
-_CUT_OFF = "cut off: {have} bytes of {want}"
+"""Boxes or tables of a file, which are walked one by one; an hour in fragments has a tenth of it."""
+_MAX_GIF_BLOCKS = 5 * MAX_PARTS
+"""Likewise of a GIF, whose blocks have 255 bytes at most."""
+MAX_STREAMS = 32
+"""Tracks of a file. The library calls more of them a lack of memory, so they are counted before."""
 _MP4_STARTS = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp", b"pnot")
 _MP4_ROOTS = (*_MP4_STARTS, b"moof", b"uuid", b"sidx", b"meta", b"mfra")
 _MP4_TABLES = re.compile(rb"trak|stsz|stz2|trun|elst|stts|cmov|vide|soun")
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 _UNKNOWN_RIFF_SIZES = (0, 0xFFFFFFFF)
 """What a recorder that cannot go back leaves there."""
+
+
+class Flaw(NamedTuple):
+    """Why a file is not opened."""
+
+    reason: str
+    over: bool = False
+    """Whether it is more than is read, and not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class Container:
     demuxer: str
     """The library's name for it."""
     matches: Callable[[bytes], bool]
-    flaw: Callable[[bytes], str | None]
+    flaw: Callable[[bytes], Flaw | None]
     """Why the file is not opened; None where nothing speaks against it."""
     sequential: bool = False
     """Whether it can be read from the first byte to the last, without its index, which is wrong often enough."""
@@ -49,6 +59,18 @@ class _Box(NamedTuple):
     kind: bytes
     start: int
     end: int
+
+
+def _cut_off(have: int, want: int) -> Flaw:
+    return Flaw(f"cut off: {have} bytes of {want}")
+
+
+def _too_many(most: int) -> Flaw:
+    return Flaw(f"it is made of {most + 1} parts and more; at most {most} are read", over=True)
+
+
+def _tracks_flaw(tracks: int) -> Flaw | None:
+    return Flaw(f"it has {tracks} tracks; at most {MAX_STREAMS} are read", over=True) if tracks > MAX_STREAMS else None
 
 
 def _u32(data: bytes, at: int) -> int:
@@ -66,26 +88,26 @@ def _mp4_boxes(data: bytes) -> Iterator[_Box]:
         at = end
 
 
-def _mp4_flaw(data: bytes) -> str | None:
+def _mp4_flaw(data: bytes) -> Flaw | None:
     kinds: set[bytes] = set()
     counted = _Mp4Samples()
     for count, box in enumerate(_mp4_boxes(data)):
         if max(count, counted.tables) > MAX_PARTS:
-            return _TOO_MANY
+            return _too_many(MAX_PARTS)
         if box.end > len(data) and box.kind in _MP4_ROOTS:
-            return _CUT_OFF.format(have=len(data), want=box.end)
+            return _cut_off(len(data), box.end)
         kinds.add(box.kind)
         if box.kind != b"mdat":
             counted.read(data, box.start, min(box.end, len(data)))
     if counted.tables > MAX_PARTS:
-        return _TOO_MANY
+        return _too_many(MAX_PARTS)
     if counted.packed:
-        return "its index is compressed, which is not supported"
+        return Flaw("its index is compressed, which is not supported")
     if counted.total > MAX_MP4_SAMPLES:
-        return f"its index claims {counted.total} samples; at most {MAX_MP4_SAMPLES} are read"
+        return Flaw(f"its index claims {counted.total} samples; at most {MAX_MP4_SAMPLES} are read", over=True)
     if b"moov" not in kinds:
-        return "it has no index: cut off, or never finished by its recorder"
-    return None
+        return Flaw("it has no index: cut off, or never finished by its recorder")
+    return _tracks_flaw(counted.tracks)
 
 
 class _Mp4Samples:
@@ -98,6 +120,7 @@ class _Mp4Samples:
     def __init__(self) -> None:
         self.packed = False
         self.tables = 0
+        self.tracks = 0
         self._samples = 0
         self._most_edits = 1
 
@@ -118,6 +141,7 @@ class _Mp4Samples:
             if word == b"trak":
                 self._samples += 0 if plain and kinds == {b"soun"} else samples
                 samples, kinds, plain = 0, set(), True
+                self.tracks += 1
             elif word in (b"stsz", b"stz2"):
                 samples += _u32(data, at + 8)
             elif word == b"trun":
@@ -141,10 +165,10 @@ def _ebml_size(data: bytes, at: int) -> tuple[int | None, int]:
     return (None if value == (1 << 7 * width) - 1 else value), at + width
 
 
-def _matroska_flaw(data: bytes) -> str | None:
+def _matroska_flaw(data: bytes) -> Flaw | None:
     header, at = _ebml_size(data, len(_EBML))
     at += header or 0
-    for _ in range(MAX_PARTS):
+    for _ in range(MAX_PARTS + 1):
         if at >= len(data):
             break
         width = 9 - data[at].bit_length()
@@ -152,27 +176,33 @@ def _matroska_flaw(data: bytes) -> str | None:
         size, body = _ebml_size(data, at + width)
         if ident == _SEGMENT:
             if size is not None and body + size > len(data):
-                return _CUT_OFF.format(have=len(data), want=body + size)
+                return _cut_off(len(data), body + size)
             return None
         if size is None:
             break
         at = body + size
-    return "it has no segment: cut off, or damaged"
+    else:
+        return _too_many(MAX_PARTS)
+    return Flaw("it has no segment: cut off, or damaged")
 
 
-def _riff_flaw(data: bytes) -> str | None:
+def _riff_flaw(data: bytes) -> Flaw | None:
     size = int.from_bytes(data[4:8], "little")
     # The last chunk's padding byte is counted by some writers who do not write it.
     if size not in _UNKNOWN_RIFF_SIZES and 8 + size > len(data) + 1:
-        return _CUT_OFF.format(have=len(data), want=8 + size)
+        return _cut_off(len(data), 8 + size)
     return None
 
 
-def _gif_flaw(data: bytes) -> str | None:
+def _avi_flaw(data: bytes) -> Flaw | None:
+    return _riff_flaw(data) or _tracks_flaw(data.count(b"strh", 0, data.find(b"movi")))
+
+
+def _gif_flaw(data: bytes) -> Flaw | None:
     at, inside = 13 + _colours(data, 10), False
-    for _ in range(5 * MAX_PARTS):
+    for _ in range(_MAX_GIF_BLOCKS + 1):
         if at >= len(data):
-            return "cut off: it has no end mark"
+            return Flaw("cut off: it has no end mark")
         if inside:
             inside = data[at] > 0
             at += data[at] + 1
@@ -182,8 +212,8 @@ def _gif_flaw(data: bytes) -> str | None:
             at += 11 + _colours(data, at + 9) if data[at] == 0x2C else 2
             inside = True
         else:
-            return "damaged: a block of an unknown kind"
-    return _TOO_MANY
+            return Flaw("damaged: a block of an unknown kind")
+    return _too_many(_MAX_GIF_BLOCKS)
 
 
 def _colours(data: bytes, at: int) -> int:
@@ -192,12 +222,12 @@ def _colours(data: bytes, at: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def _ogg_flaw(data: bytes) -> str | None:
+def _ogg_flaw(data: bytes) -> Flaw | None:
     at = data.rfind(b"OggS")
     table = data[at + 27 : at + 27 + data[at + 26]] if at + 26 < len(data) else b""
     want = at + 27 + len(table) + sum(table)
     whole = len(table) > 0 and want <= len(data)
-    return None if whole else _CUT_OFF.format(have=len(data), want=max(want, len(data) + 1))
+    return None if whole else _cut_off(len(data), max(want, len(data) + 1))
 
 
 def _is_mpeg_audio(data: bytes) -> bool:
@@ -220,14 +250,14 @@ def _past_id3(data: bytes) -> int:
     return 10 + size
 
 
-def _nothing(_: bytes) -> str | None:
+def _nothing(_: bytes) -> Flaw | None:
     return None
 
 
 VIDEO_CONTAINERS = (
     Container("MP4", "mov", lambda data: data[4:8] in _MP4_STARTS, _mp4_flaw),
     Container("Matroska", "matroska", lambda data: data.startswith(_EBML), _matroska_flaw),
-    Container("AVI", "avi", lambda data: data[:4] == b"RIFF" and data[8:12] == b"AVI ", _riff_flaw, sequential=True),
+    Container("AVI", "avi", lambda data: data[:4] == b"RIFF" and data[8:12] == b"AVI ", _avi_flaw, sequential=True),
     Container("GIF", "gif", lambda data: data[:6] in (b"GIF87a", b"GIF89a"), _gif_flaw),
 )
 SOUND_CONTAINERS = (

@@ -14,7 +14,6 @@ import errno
 import io
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from PIL import AvifImagePlugin
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
@@ -26,8 +25,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from triptych.core.clip import FrameSize
-from triptych.core.errors import MediaError, MediaUnavailable, one_line
-from triptych.core.media import Picture, Stage
+from triptych.core.errors import MediaError, one_line
+from triptych.core.media import Stage
 from triptych.media.header import Format, Size, read_size, recognise
 from triptych.media.limits import check_item_bytes
 from triptych.media.normalise import to_rgb
@@ -133,26 +132,3 @@ def explain(kind: Format, error: Exception) -> str:
     """The reason that a client is told, on one line."""
     reason = "".join(letter for letter in one_line(error)[:MAX_REASON] if letter.isprintable())
     return f"damaged or cut off {kind.value} picture: {reason}"
-
-
-def decode_here(
-    index: int, data: bytes, admitted: Admitted, options: PictureOptions, fit: PictureFit | None = None
-) -> Picture:
-    """The pixels of an admitted picture, decoded in this process.
-
-    Raises:
-        MediaError: damaged, cut off, or too narrow; ``index`` names the item.
-        MediaUnavailable: there is not enough memory.
-    """
-    try:
-        return Picture(np.asarray(decode(index, data, admitted, options, fit).image))
-    except MediaError:
-        raise
-    except Exception as error:
-        # Hostile bytes reach a decoder written by others: whatever it raises means that they are no good picture.
-        if is_memory(error):
-            reason = (
-                f"not enough memory for this {admitted.kind.value} picture; retry later, or lower --max-item-pixels"
-            )
-            raise MediaUnavailable(index, reason, Stage.DECODE) from error
-        raise MediaError(index, explain(admitted.kind, error), Stage.DECODE) from error

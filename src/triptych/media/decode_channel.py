@@ -2,6 +2,7 @@
 
     greet   what the process is held to -> it is ready
     ask     a look at what lies there -> the task, with a number made for it and two descriptors of the engine's memory
+    speaks  something of a reply is there
     reply   Working, then an answer; each with the task's number
 
 The process can hand back nothing but bytes. Tasks go over a socket that is shut towards the engine: what the process
@@ -105,6 +106,18 @@ class Channel:
         if answered.number != self._number:
             raise ValueError("it answers something else")
         return answered.answer
+
+    def speaks(self, seconds: float) -> bool:
+        """Whether something of the next reply is there within ``seconds``.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        try:
+            self._wait(time.monotonic() + seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _message(self, seconds: float) -> bytes:
         until = time.monotonic() + seconds

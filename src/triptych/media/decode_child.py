@@ -67,6 +67,14 @@ class Child:
         """Of the process, and of its group."""
         return self._process.pid
 
+    def used(self) -> float:
+        """Seconds of processor time, of all its threads.
+
+        Raises:
+            OSError: it is gone.
+        """
+        return time.clock_gettime(~self.pid << 3 | 2)  # the number that clock_getcpuclockid(3) gives its clock
+
     def has_ended(self) -> bool:
         """Whether there is a status to be read."""
         try:

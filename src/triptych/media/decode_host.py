@@ -80,6 +80,9 @@ MOMENT = 0.2
 """Seconds between the end of a channel and that of its process, where it was not closed on purpose."""
 PATIENCE = 10.0
 """Seconds that an item may take for each of its seconds of processor time: others work here too."""
+STILL = 30.0
+"""Seconds without any processor time, after which a process is waited for no more: it sleeps, or somebody stopped it.
+However busy a machine is, it gives everybody a moment."""
 
 Decoded = TypeVar("Decoded")
 Done = TypeVar("Done", Pixels, Survey, Frames, Samples)
@@ -257,11 +260,14 @@ class DecodeProcess:
         seconds, begin = job.ceiling.seconds, time.monotonic()
         try:
             for _ in range(2):
-                answer = child.channel.reply(seconds * PATIENCE)
+                answer = _reply(child, seconds * PATIENCE)
                 if not isinstance(answer, Working):
                     return self._taken(answer, output, job, again=again)
                 seconds = min(max(answer.seconds, self._config.decode_seconds), job.most_seconds)
             raise ValueError("it says twice that it works")
+        except _StoodStill:
+            self._fault()
+            return _Astray(MediaUnavailable, f"its decoder did nothing for {STILL:.1f} s; retry later", again)
         except TimeoutError:
             self._fault()
             reason = f"not decoded within {seconds * PATIENCE:.1f} s: this machine is busy; retry later"
@@ -336,6 +342,30 @@ class DecodeProcess:
         """End the process; its exit status, or None where it did not end by itself within so many seconds."""
         child, self._child = self._child, None
         return child.end(seconds) if child is not None else None
+
+
+class _StoodStill(TimeoutError):
+    """A process used no processor time, or does not end what it began to say."""
+
+
+def _reply(child: Child, seconds: float) -> Answer:
+    """The next one of a process, which is looked at while it works.
+
+    Raises:
+        ValueError: it is none, or one to something else.
+        OSError: the process is gone, or has not said it all within ``seconds`` (TimeoutError).
+    """
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > STILL:
+        used = child.used()
+        if child.channel.speaks(STILL):
+            try:
+                return child.channel.reply(STILL)  # an honest one sends all of it at once
+            except TimeoutError:
+                raise _StoodStill from None
+        if child.used() == used:
+            raise _StoodStill
+    return child.channel.reply(left)
 
 
 def _hurried() -> Draining:

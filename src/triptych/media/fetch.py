@@ -20,6 +20,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from triptych.core.errors import StartupError, TriptychError
+from triptych.core.media import Stage
 from triptych.media.addresses import is_private, refusal
 from triptych.media.exchange import Progress, get, tls_context
 from triptych.media.fetch_failure import FetchFailure
@@ -152,7 +153,8 @@ class Fetcher:
                 return answer.body
             self._tally.redirects += 1
             target = target.redirected(answer.location)
-        raise FetchFailure(f"{target.host}: that would be redirect {MAX_REDIRECTS + 1}; at most {MAX_REDIRECTS}")
+        reason = f"{target.host}: that would be redirect {MAX_REDIRECTS + 1}; at most {MAX_REDIRECTS}"
+        raise FetchFailure(reason, stage=Stage.LIMIT)
 
     async def _hop(self, target: Target, journey: _Journey) -> Answer:
         """One target's answer, asked for as often as it may help."""
@@ -218,7 +220,7 @@ class Fetcher:
             raise FetchFailure(reason, retryable=not lasting) from error
         if not 0 < len(found) <= MAX_ADDRESSES:
             reason = f"{self._called(target)}: the name has {len(found)} addresses; at most {MAX_ADDRESSES}"
-            raise FetchFailure(reason)
+            raise FetchFailure(reason, stage=Stage.LIMIT if found else Stage.FETCH)
         return [ip_address(text) for text in found]
 
     async def _connect(self, target: Target, addresses: Sequence[IpAddress], progress: Progress) -> socket.socket:

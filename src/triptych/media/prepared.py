@@ -57,6 +57,10 @@ class PreparedItems:
         self._bytes = 0
         self._counts = dict.fromkeys(("hits", "misses", "joined", "evicted"), 0)
 
+    def has(self, key: bytes) -> bool:
+        """Whether the item is there, for nobody."""
+        return key in self._items
+
     def find(self, key: bytes) -> EncoderInput | None:
         """The item, if it is there. Who holds it has it, whatever makes room for what."""
         found = self._items.get(key)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin
 
+from triptych.core.media import Stage
 from triptych.media.addresses import read_literal
 from triptych.media.fetch_failure import FetchFailure
 
@@ -74,7 +75,8 @@ class Target:
         except ValueError:
             raise FetchFailure(f"{self.host}: it redirects to something that is no URL") from None
         except FetchFailure as failure:
-            raise FetchFailure(f"{self.host}: it redirects to a place that is not fetched: {failure.reason}") from None
+            reason = f"{self.host}: it redirects to a place that is not fetched: {failure.reason}"
+            raise FetchFailure(reason, stage=failure.stage) from None
         if (self.scheme, target.scheme) == ("https", "http"):
             raise FetchFailure(
                 f"{self.host}: it redirects from https to http at {target.host}, which anybody on the way could answer"
@@ -125,7 +127,7 @@ def _read_scheme(url: str) -> str:
 
 def _check_text(url: str) -> None:
     if len(url) > MAX_URL:
-        raise FetchFailure(f"a URL of {len(url)} characters; at most {MAX_URL}")
+        raise FetchFailure(f"a URL of {len(url)} characters; at most {MAX_URL}", stage=Stage.LIMIT)
     if (control := _CONTROL.search(url)) is not None:
         raise FetchFailure(f"the URL has a control character at {control.start()}")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from triptych.core.clip import Clip, ClipSurvey, FrameSize
+from triptych.core.clip import ClipSurvey, FrameSize
 from triptych.core.errors import MediaError
 from triptych.core.media import Stage
 from triptych.media.av_file import (
@@ -134,28 +134,17 @@ def open_clip(
         if film.timeline.duration > limits.max_clip_seconds:
             raise _over(index, f"{film.timeline.duration:.1f} seconds", limits.max_clip_seconds, "clip-seconds")
         plan = plan_frames(film.timeline, sampling, limits.max_clip_frames)
-        pixels = (plan.indices[-1] + 1) * size.height * size.width
+        pixels = (plan.indices[-1] + 1) * size.pixels
         _check_work(index, pixels, limits)
         start_decoder(stream.codec_context, limits)
         decoded = _decoded(index, film, stream, limits)
         count = len(plan.indices)
-        made = _made(index, count, size, fit)
-        kept = count * made.height * made.width
+        reel = _Reel(index, count, size, fit)
+        kept = count * reel.announced.pixels
         if kept > limits.max_clip_pixels:
-            what = f"{count} frames of {made.width} x {made.height} are {kept} pixels"
+            what = f"{count} frames of {reel.announced.width} x {reel.announced.height} are {kept} pixels"
             raise _over(index, what, limits.max_clip_pixels, "clip-pixels")
-        survey = ClipSurvey(count, kept, pixels)
-        yield OpenClip(film, plan, survey, decoded, _Reel(index, count, limits, fit))
-
-
-def decode_clip(
-    index: int, data: bytes, sampling: FrameSampling, limits: MediaLimits, fit: FrameFit | None = None
-) -> Clip:
-    """Choose frames of a video and decode them, upright and flattened on white. Arguments and errors: ``open_clip``."""
-    frames: list[Frame] = []
-    with open_clip(index, data, sampling, limits, fit) as clip:
-        plan = clip.decode(lambda frame: frames.append(frame.copy())).plan
-    return Clip(np.stack(frames), plan)
+        yield OpenClip(film, plan, ClipSurvey(count, kept, pixels), decoded, reel)
 
 
 def _over(index: int, value: str, limit: int, flag: str) -> MediaError:
@@ -165,20 +154,9 @@ def _over(index: int, value: str, limit: int, flag: str) -> MediaError:
 def _check_frame(index: int, size: FrameSize, limits: MediaLimits) -> None:
     if min(size) < 1:
         raise MediaError(index, "damaged or cut off: the size of its frames cannot be told", Stage.DECODE)
-    if size.height * size.width > limits.max_frame_pixels:
-        what = f"frames of {size.width} x {size.height} are {size.height * size.width} pixels"
+    if size.pixels > limits.max_frame_pixels:
+        what = f"frames of {size.width} x {size.height} are {size.pixels} pixels"
         raise _over(index, what, limits.max_frame_pixels, "frame-pixels")
-
-
-def _made(index: int, count: int, size: FrameSize, fit: FrameFit | None) -> FrameSize:
-    """The size that frames are kept in; the larger one, as it is not known yet whether they are turned."""
-    if fit is None:
-        return size
-    try:
-        made = fit.size(count, size), fit.size(count, FrameSize(size.width, size.height))
-    except ValueError as error:
-        raise MediaError(index, str(error), Stage.PREPROCESS) from error
-    return max(made, key=lambda one: one.height * one.width)
 
 
 def _check_work(index: int, pixels: int, limits: MediaLimits) -> None:
@@ -249,34 +227,48 @@ def _frames(film: _Film, stream: VideoStream) -> Iterator[VideoFrame]:
 class _Reel:
     """Turns decoded frames into those that are kept, all of one size, known once the first of them has shown its own.
 
+    A header may say anything of it, and some codecs change it on the way. What a header announces is counted before
+    anything is decoded, so no frame is kept that is larger; a stored one may be, where it is made as small.
+
     Args:
         index: Of the item in its request.
         count: Frames that are kept.
-        limits: Checked as frames come.
+        header: The size that the header gives them.
         fit: As in ``open_clip``.
+
+    Raises:
+        MediaError: frames of this shape cannot be used.
     """
 
-    def __init__(self, index: int, count: int, limits: MediaLimits, fit: FrameFit | None) -> None:
+    def __init__(self, index: int, count: int, header: FrameSize, fit: FrameFit | None) -> None:
         self.index = index
         self._count = count
-        self._limits = limits
+        self._header = header
         self._fit = fit
         self._size: FrameSize | None = None
+        turned = FrameSize(header.width, header.height)
+        self.announced = max(self._made(header), self._made(turned), key=lambda size: size.pixels)
+        """What frames are kept in; the larger one, as it is not known yet whether they are turned."""
 
     def fitted(self, frame: VideoFrame) -> Frame:
         """One frame, converted, upright and resized.
 
         Raises:
-            MediaError: frames of this shape cannot be used, or are too many pixels.
+            MediaError: frames of this shape cannot be used, or are larger than was announced.
         """
         picture = _upright(_rgb(frame), frame)
         if self._size is None:
-            self._size = self._chosen(FrameSize(*picture.shape[:2]))
+            size = self._made(FrameSize(*picture.shape[:2]))
+            if size.pixels > self.announced.pixels:
+                header = f"{self._header.width} x {self._header.height}"
+                what = f"its header says {header}, but its frames are {frame.width} x {frame.height}"
+                raise MediaError(self.index, what, Stage.DECODE)
+            self._size = size
         if picture.shape[:2] == self._size:
             return picture
         resample = Image.Resampling.BICUBIC if self._fit is None else Image.Resampling(self._fit.resample)
-        size = (self._size.width, self._size.height)
-        return np.asarray(Image.fromarray(picture).resize(size, resample=resample))
+        wide, high = self._size.width, self._size.height
+        return np.asarray(Image.fromarray(picture).resize((wide, high), resample=resample))
 
     def size(self, kept: int) -> FrameSize:
         """Of all frames, of which so many came.
@@ -289,18 +281,14 @@ class _Reel:
             raise MediaError(self.index, what, Stage.DECODE)
         return self._size
 
-    def _chosen(self, source: FrameSize) -> FrameSize:
-        size = source
-        if self._fit is not None:
-            try:
-                size = self._fit.size(self._count, source)
-            except ValueError as error:
-                raise MediaError(self.index, str(error), Stage.PREPROCESS) from error
-        pixels = self._count * size.height * size.width
-        if pixels > self._limits.max_clip_pixels:
-            what = f"{self._count} frames of {size.width} x {size.height} are {pixels} pixels"
-            raise _over(self.index, what, self._limits.max_clip_pixels, "clip-pixels")
-        return size
+    def _made(self, source: FrameSize) -> FrameSize:
+        """What frames of one size are kept in."""
+        if self._fit is None:
+            return source
+        try:
+            return self._fit.size(self._count, source)
+        except ValueError as error:
+            raise MediaError(self.index, str(error), Stage.PREPROCESS) from error
 
 
 def _rgb(frame: VideoFrame) -> Frame:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from triptych.core.errors import Draining, Overloaded
+from triptych.core.media import Stage
 from triptych.media.decode_host import DecodeProcess
 from triptych.media.work import until_ended
 
@@ -122,7 +123,7 @@ class MediaPool:
         self._workers = tuple(workers)
         self._idle = list(workers)
         self._max_waiting = max_waiting
-        self._queue: deque[asyncio.Future[MediaWorker]] = deque()
+        self._queue: deque[asyncio.Future[MediaWorker | None]] = deque()
         self._threads = ThreadPoolExecutor(len(workers), thread_name_prefix="decode")
         self._running: set[asyncio.Future[Any]] = set()
         self._end: asyncio.Future[None] | None = None
@@ -149,11 +150,11 @@ class MediaPool:
             options: What shows through where it is transparent.
             fit: Resizes it; without it the picture keeps its size.
         """
-        return await self._decode(data, lambda worker: worker.picture(index, data, admitted, options, fit))
+        return await self._decode(index, data, lambda worker: worker.picture(index, data, admitted, options, fit))
 
     async def survey(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> ClipSurvey:
         """What ``clip`` will cost; nothing is decoded, and all limits hold that need no decoding."""
-        return await self._decode(data, lambda worker: worker.survey(index, data, sampling, fit))
+        return await self._decode(index, data, lambda worker: worker.survey(index, data, sampling, fit))
 
     async def clip(self, index: int, data: bytes, sampling: FrameSampling, fit: FrameFit | None) -> Clip:
         """Choose frames of a video and decode them, upright and flattened on white.
@@ -164,7 +165,7 @@ class MediaPool:
             sampling: Which frames are asked for.
             fit: Resizes each frame as it is decoded; without it frames keep the size of the first one.
         """
-        return await self._decode(data, lambda worker: worker.clip(index, data, sampling, fit))
+        return await self._decode(index, data, lambda worker: worker.clip(index, data, sampling, fit))
 
     async def sound(
         self, index: int, data: bytes, rate: int, window_seconds: float | None = None, *, of_film: bool = False
@@ -178,7 +179,9 @@ class MediaPool:
             window_seconds: What the model hears at a time; None where it hears any length.
             of_film: Whether the sound of a video is asked for. Unasked it is an error, never a guess.
         """
-        return await self._decode(data, lambda worker: worker.sound(index, data, rate, window_seconds, of_film=of_film))
+        return await self._decode(
+            index, data, lambda worker: worker.sound(index, data, rate, window_seconds, of_film=of_film)
+        )
 
     def hurry(self) -> None:
         """End what is being decoded and decode nothing any more, for good: callers get MediaUnavailable.
@@ -202,18 +205,18 @@ class MediaPool:
         while self._queue:
             turn = self._queue.popleft()
             if not turn.done():
-                turn.set_exception(_closed())
+                turn.set_result(None)
         while self._running:
             await asyncio.wait(self._running)
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(self._threads, worker.close) for worker in self._workers))
         self._threads.shutdown()
 
-    async def _decode(self, data: bytes, decode: Callable[[MediaWorker], Decoded]) -> Decoded:
-        self._check_open()
+    async def _decode(self, index: int, data: bytes, decode: Callable[[MediaWorker], Decoded]) -> Decoded:
+        self._check_open(index)
         self._counts["bytes_held"] += len(data)
         try:
-            worker = await self._turn()
+            worker = await self._turn(index)
         except BaseException:
             self._counts["bytes_held"] -= len(data)
             raise
@@ -227,32 +230,33 @@ class MediaPool:
         """Nobody waits any more for what is being decoded."""
         self._counts["abandoned"] += 1
 
-    def _check_open(self) -> None:
+    def _check_open(self, index: int) -> None:
         if self._end is not None:
-            raise _closed()
+            raise _closed(index)
 
-    async def _turn(self) -> MediaWorker:
+    async def _turn(self, index: int) -> MediaWorker:
         """A worker; hand it back."""
         if self._idle:
             return self._idle.pop()
         if len(self._queue) >= self._max_waiting:
             self._counts["refused"] += 1
             raise Overloaded(
-                f"{len(self._queue)} media items already wait to be decoded (--max-waiting-items); retry later, or "
-                "raise --decode-workers"
+                f"media item {index}: {Stage.DECODE.value}: {len(self._queue)} media items already wait to be decoded "
+                "(--max-waiting-items); retry later, or raise --decode-workers"
             )
-        turn: asyncio.Future[MediaWorker] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[MediaWorker | None] = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         try:
             worker = await turn
-            self._check_open()  # its turn came, and then the end before it could be taken
         except asyncio.CancelledError:
             self._counts["abandoned"] += 1
             if turn in self._queue:
                 self._queue.remove(turn)
-            elif not turn.cancelled() and turn.exception() is None:  # its turn came at the same time
-                self._give_back(turn.result())
+            elif not turn.cancelled() and (came := turn.result()) is not None:  # its turn came at the same time
+                self._give_back(came)
             raise
+        if worker is None or self._end is not None:  # the end came first, or before the turn could be taken
+            raise _closed(index)
         return worker
 
     def _finished(self, work: asyncio.Future[Decoded], worker: MediaWorker, size: int) -> None:
@@ -282,8 +286,9 @@ class MediaPool:
         )
 
 
-def _closed() -> Draining:
-    return Draining("media are not decoded any more: the engine is shutting down")
+def _closed(index: int) -> Draining:
+    what = "media are not decoded any more: the engine is shutting down"
+    return Draining(f"media item {index}: {Stage.DECODE.value}: {what}")
 
 
 def process_pool(limits: MediaLimits, config: DecodeConfig) -> MediaPool:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.clip import Clip, FrameFit
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSize
     from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import ItemLayout, Positions
     from triptych.core.media import Modality, Picture
@@ -88,6 +88,23 @@ class Processor(Protocol):
 
     def fewest_tokens(self, layout: ItemLayout) -> int:
         """How many tokens an item's marker becomes at least, known before any of them is made."""
+        ...
+
+    def picture_tokens(self, size: FrameSize, options: PictureOptions) -> int:
+        """How many tokens the marker of a picture becomes, known before it is decoded.
+
+        Args:
+            size: as its header says; upright or on its side, it comes to the same.
+            options: how it is read. What cannot be read at all, for being too narrow, counts as one token.
+        """
+        ...
+
+    def fewest_clip_tokens(self, survey: ClipSurvey) -> int:
+        """How many tokens the marker of a video becomes at least, known before it is decoded.
+
+        Args:
+            survey: with the ``frame_fit`` of the options that it is read by.
+        """
         ...
 
     def plan(

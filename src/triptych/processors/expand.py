@@ -9,6 +9,7 @@ import numpy as np
 
 from triptych.core.errors import InvalidRequest, PlaceholderMismatch, UnsupportedFeature
 from triptych.core.layout import ItemLayout, Run
+from triptych.core.media import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,10 @@ def check_counts(
     for index, modality in enumerate(modalities):
         if modality not in placeholders:
             accepted = ", ".join(kind.value for kind in placeholders) or "text only"
-            raise UnsupportedFeature(f"media item {index}: {modality.value} is not accepted here; accepted: {accepted}")
+            raise UnsupportedFeature(
+                f"media item {index}: {Stage.PREPROCESS.value}: {modality.value} is not accepted here; "
+                f"accepted: {accepted}"
+            )
     for modality, marker in placeholders.items():
         items, markers = modalities.count(modality), int(np.count_nonzero(token_ids == marker))
         if items != markers:

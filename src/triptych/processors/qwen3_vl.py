@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from triptych.core.checkpoint import Section
-    from triptych.core.clip import Clip
+    from triptych.core.clip import Clip, ClipSurvey, FrameSize
     from triptych.core.encoder_input import ItemInput
     from triptych.core.layout import Positions
     from triptych.core.media import Picture
@@ -169,6 +169,19 @@ class Qwen3VLProcessor:
     def fewest_tokens(self, layout: ItemLayout) -> int:
         """Its rows, and what is written around each group of frames."""
         return layout.span + FEWEST_WRITTEN * len(layout.times)
+
+    def picture_tokens(self, size: FrameSize, options: PictureOptions) -> int:
+        """One a merged cell."""
+        try:
+            return self.picture_fit(options).size(size).pixels // self._images.cell**2
+        except ValueError:  # too narrow, which is for whoever decodes it to say
+            return 1
+
+    def fewest_clip_tokens(self, survey: ClipSurvey) -> int:
+        """One a merged cell of each group of frames, and what is written around the group."""
+        settings = self._of_videos().pixels
+        rows = survey.kept_pixels // survey.frames // settings.cell**2
+        return -(-survey.frames // settings.temporal) * (rows + FEWEST_WRITTEN)
 
     def plan(
         self, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from triptych.core.clip import Clip, FrameFit
+    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSize
     from triptych.core.encoder_input import EncoderInput, ItemInput
     from triptych.core.layout import ItemLayout, Positions
     from triptych.core.media import Modality, Picture
@@ -67,6 +67,14 @@ class TextProcessor:
         raise AssertionError("check_counts refuses every item first")
 
     def fewest_tokens(self, layout: ItemLayout) -> int:
+        """Never: likewise."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def picture_tokens(self, size: FrameSize, options: PictureOptions) -> int:
+        """Never: likewise."""
+        raise AssertionError("check_counts refuses every item first")
+
+    def fewest_clip_tokens(self, survey: ClipSurvey) -> int:
         """Never: likewise."""
         raise AssertionError("check_counts refuses every item first")
 

@@ -76,7 +76,7 @@ class Aggregated:
             draft = await self._intake.draft(request, time.monotonic())
             arrival.go_on()
             answer = self._live.answer(request)
-            ticket = self._intake.line_up(request)
+            ticket = self._intake.line_up(draft)
             self._live.begin(answer, ticket, self._submit(answer, draft, ticket))
         return answer
 

@@ -113,7 +113,7 @@ class Decode:
                 draft = await self._intake.validate(request, time.monotonic())
             arrival.go_on()
             answer = self._live.answer(request)
-            ticket = self._intake.line_up(draft.request)
+            ticket = self._intake.line_up(draft)
             self._live.begin(answer, ticket, self._submit(answer, session, draft, ticket))
         try:
             await answer.admission()

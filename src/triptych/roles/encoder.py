@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from triptych.core.encoded import EncodedItem, EncoderReference
 from triptych.core.encoder_input import EncoderInput
-from triptych.core.errors import Internal, InvalidRequest, Overloaded, RoleMismatch
+from triptych.core.errors import Internal, InvalidRequest, RoleMismatch
 from triptych.core.events import Encoded, EncoderReady, Span
 from triptych.core.logprobs import LogprobOptions
 from triptych.core.request import EncodeRequest, Sampling, Stopping
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
     from triptych.core.request import GenerateRequest
     from triptych.engine.loop import EncodeEngine
     from triptych.media.admission import Ticket
+    from triptych.media.jobs import Job
     from triptych.roles.handover_answer import Part
     from triptych.roles.intake import Intake
     from triptych.roles.known_items import KnownItems
     from triptych.roles.leases import Leases
     from triptych.roles.live import LiveRequests
-    from triptych.roles.media_intake import Job, MediaIntake
+    from triptych.roles.media_intake import MediaIntake
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Encoder:
         with self.live.arriving(asked, items=len(request.media)) as arrival:
             await self.intake.validate(asked, begun)
             arrival.go_on()
-            ticket = self.media.enter(request)
+            ticket = self.media.enter(request.media)
             way = _Way(self, request, begun)
             self.live.begin(way.answer, ticket, way.submit(ticket, way.open(request, ticket)))
         return way.answer
@@ -129,7 +130,6 @@ class _Way:
         self._priority = request.priority
         self._begun = begun
         """When the request came, in monotonic seconds."""
-        self._request = request
         self._layouts: tuple[ItemLayout, ...] = ()
         """Of the items that the engine has."""
         self._names: tuple[str, ...] = ()
@@ -235,12 +235,8 @@ class _Way:
             raise Internal("the engine was given all media items to encode, and asks for them again")
         self._withdraw_outputs()
         self._unsure = ()
-        try:
-            ticket = role.media.enter(self._request)
-        except Overloaded as error:
-            self.answer.fail(error)
-        else:
-            role.live.prepare(self.answer, ticket, self.submit(ticket, self.reopen(found, ticket)))
+        ticket = role.media.re_enter(holds_prepared=any(isinstance(one, EncoderInput) for one in found))
+        role.live.prepare(self.answer, ticket, self.submit(ticket, self.reopen(found, ticket)))
 
     def withdraw(self) -> None:
         """Nobody shall take any of the outputs, whether there are any by now or not."""

@@ -28,6 +28,7 @@ from triptych.core.errors import (
 )
 from triptych.core.events import Span
 from triptych.core.request import Request
+from triptych.media.jobs import PictureJob
 from triptych.media.limits import check_item_count
 from triptych.roles.logprob_bounds import (
     check_candidate_ids,
@@ -50,9 +51,12 @@ if TYPE_CHECKING:
     from triptych.core.encoder_input import ItemInput
     from triptych.core.guide import Grammar, Guide
     from triptych.core.layout import Positions
+    from triptych.core.media import MediaItem
     from triptych.core.plan import PromptPlan
     from triptych.core.request import GenerateRequest
     from triptych.media.admission import Ticket
+    from triptych.media.holding import Holding
+    from triptych.media.jobs import Job
     from triptych.roles.adapters import Adapters
     from triptych.roles.frontend import Frontend, GrammarCompiler
     from triptych.roles.media_intake import MediaIntake
@@ -74,6 +78,9 @@ class Draft(NamedTuple):
     """A valid request whose media are not yet open."""
 
     request: GenerateRequest
+    """Without the media that are to be opened."""
+    unread: list[MediaItem]
+    """These. Taken out when they are read: nobody keeps what was encoded longer than it takes."""
     token_ids: npt.NDArray[np.int32]
     adapter: Adapter | None
     grammar: Grammar | None
@@ -163,7 +170,8 @@ class Intake:
         planned = None
         if not request.media:
             planned = await self._thread.run(lambda: self._plan(request, token_ids, ()), long=is_long(len(token_ids)))
-        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, planned)
+        bare, unread = replace(request, media=()), list(request.media)
+        return Draft(bare, unread, token_ids, adapter, await self._compile(request.guide), arrival, planned)
 
     async def consume(self, request: GenerateRequest, arrival: float) -> Draft:
         """Check a request with encoder outputs, and plan its prompt; nothing is opened, and no rows are taken yet.
@@ -185,7 +193,7 @@ class Intake:
         self._check_logprobs(request, fewest, expanded=False)
         inputs = [EncodedInput(layout, _NO_ROWS) for layout in layouts]
         planned = await self._thread.run(lambda: self._plan(request, token_ids, inputs), long=is_long(fewest, layouts))
-        return Draft(request, token_ids, adapter, await self._compile(request.guide), arrival, planned)
+        return Draft(request, [], token_ids, adapter, await self._compile(request.guide), arrival, planned)
 
     async def attach(self, request: GenerateRequest, plan: PromptPlan, digest: bytes, arrival: float) -> Draft:
         """Check a request of which another engine has prepared the prompt; nothing of it is tokenised or opened.
@@ -207,7 +215,7 @@ class Intake:
         self._check_logprobs(request, len(plan), expanded=True)
         grammar = await self._compile(request.guide)
         bare = replace(request, media=(), references=())
-        return Draft(bare, plan.token_ids, adapter, grammar, arrival, Planned(plan, positions))
+        return Draft(bare, [], plan.token_ids, adapter, grammar, arrival, Planned(plan, positions))
 
     def _positions(self, request: GenerateRequest, plan: PromptPlan, digest: bytes) -> Positions:
         """Of another engine's plan, once it is looked through. On any thread."""
@@ -227,7 +235,7 @@ class Intake:
         check_candidate_ids(request.logprobs, front.vocab_size)
         return adapter
 
-    def line_up(self, request: GenerateRequest) -> Ticket | RowTicket | None:
+    def line_up(self, draft: Draft) -> Ticket | RowTicket | None:
         """A place in line for the preparation of the media, or for their rows; None where there are none.
 
         Whoever takes it prepares the request, or gives it up and leaves. Ask last before a request is accepted: rows
@@ -236,9 +244,10 @@ class Intake:
         Raises:
             Overloaded: the line is full.
         """
-        if request.references and self.rows is not None:
-            return self.rows.line_up(request.references)
-        return self._media_intake().enter(request) if request.media else None
+        references = draft.request.references
+        if references and self.rows is not None:
+            return self.rows.line_up(references)
+        return self._media_intake().enter(draft.unread) if draft.unread else None
 
     def _media_intake(self) -> MediaIntake:
         if self.media is None:
@@ -305,9 +314,20 @@ class Intake:
     async def _open(self, draft: Draft, ticket: Ticket) -> Planned:
         media = self._media_intake()
         with media.holding() as holding:
-            items = await media.read(draft.request, ticket, holding)
-            inputs = await media.open(ticket, await media.look(items))
+            jobs = await self._look(draft, ticket, holding)
+            fewest = len(draft.token_ids) + media.fewest_tokens(jobs) - len(jobs)
+            exact = all(isinstance(job, PictureJob) for job in jobs)
+            self._check_length(fewest, draft.request.stopping.min_tokens, exact=exact)  # before anything is decoded
+            inputs = await media.open(ticket, jobs)
+            del jobs  # what was encoded is not counted from here on
         return await media.on_thread(lambda: self._plan(draft.request, draft.token_ids, inputs))
+
+    async def _look(self, draft: Draft, ticket: Ticket, holding: Holding) -> tuple[Job, ...]:
+        """Read the media and look at them; from here on only who opens them has them."""
+        media = self._media_intake()
+        request = replace(draft.request, media=tuple(draft.unread))
+        draft.unread.clear()
+        return await media.look(await media.read(request, ticket, holding))
 
     def _plan(self, request: GenerateRequest, token_ids: npt.NDArray[np.int32], inputs: Sequence[ItemInput]) -> Planned:
         """Expand the prompt and position it. On any thread."""

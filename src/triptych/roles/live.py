@@ -27,6 +27,7 @@ from triptych.core.errors import (
     InvalidRequest,
     RequestNotFound,
     TriptychError,
+    forget_frames,
 )
 from triptych.roles.answer import AnswerStream
 from triptych.roles.contract import AbortOutcome
@@ -254,6 +255,7 @@ class LiveRequests:
         try:
             await submit
         except TriptychError as error:
+            forget_frames(error)
             answer.fail(error)
         except Exception:
             log.exception("preparing a request failed")

@@ -4,6 +4,7 @@
     enter     a place in line for shares
     read      URLs are fetched, data: URIs decoded; content keys             with one share; while fetching, with none
     look      headers of pictures, packets of videos: what will it cost?     with one share
+              how many tokens will it be?
     open      what was prepared before is there; the rest is decoded, in     with as many shares as that weighs
               processes, and patched, on threads
     leave     the shares are free once all work has ended
@@ -18,19 +19,22 @@ import asyncio
 import math
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from triptych.core.clip import FrameSize
 from triptych.core.errors import Internal, InvalidRequest, MediaUnavailable, UnsupportedFeature
 from triptych.core.media import DataUri, Modality, RawBytes, Stage, Url
 from triptych.core.media_options import ClipOptions, PictureOptions
-from triptych.media.admission import Admission
+from triptych.media.admission import Admission, AdmissionBounds
 from triptych.media.data_uri import decode_data_uri
 from triptych.media.decode import admit_picture
 from triptych.media.holding import HeldBytes
+from triptych.media.jobs import ClipJob, ItemBytes, PictureJob
 from triptych.media.limits import RequestBudget, check_item_bytes, check_item_count
 from triptych.media.prepared import PreparedItems
+from triptych.media.prepared_bytes import PreparedBytes
 from triptych.media.work import on_thread
 from triptych.processors.identity import content_key
 
@@ -38,8 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from triptych.core.clip import ClipSurvey
-    from triptych.core.config import MediaLimits
     from triptych.core.encoder_input import EncoderInput
     from triptych.core.media import MediaItem, MediaSource
     from triptych.core.media_options import OptionLayer
@@ -48,13 +50,12 @@ if TYPE_CHECKING:
     from triptych.media.decode import Admitted
     from triptych.media.fetch import FetchStatistics
     from triptych.media.holding import Holding
+    from triptych.media.jobs import Job
     from triptych.media.workers import MediaPool
     from triptych.roles.frontend import Frontend
 
 T = TypeVar("T")
 
-CLIP_PIXELS = 10
-"""Pixels of a video that are decoded as fast as one of a picture: most of them are never turned into colours."""
 FETCHED_AT_ONCE = 4
 """Items of one request."""
 OPENINGS = ("image_loads", "clip_loads", "preprocess_calls")
@@ -71,47 +72,6 @@ class Fetcher(Protocol):
     def statistics(self) -> FetchStatistics:
         """Counts as of now."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ItemBytes:
-    """One media item, read and not yet decoded."""
-
-    index: int
-    """In its request, from 0."""
-    data: bytes
-    """The encoded file."""
-    options: PictureOptions | ClipOptions
-    """How it is read, which also says what it is."""
-    key: bytes
-    """Its content key."""
-
-
-class PictureJob(NamedTuple):
-    """A picture, looked at and not opened."""
-
-    item: ItemBytes
-    options: PictureOptions
-    admitted: Admitted
-
-    def part(self, limits: MediaLimits) -> float:
-        """What it weighs, of all shares; at its limit it takes all that one request may have."""
-        return max(self.admitted.size.pixels, self.options.min_pixels or 0) / limits.max_item_pixels
-
-
-class ClipJob(NamedTuple):
-    """A video, looked at and not opened."""
-
-    item: ItemBytes
-    options: ClipOptions
-    survey: ClipSurvey
-
-    def part(self, limits: MediaLimits) -> float:
-        """What it weighs, of all shares."""
-        return self.survey.decoded_pixels / (limits.max_item_pixels * CLIP_PIXELS)
-
-
-Job = PictureJob | ClipJob
 
 
 class MediaIntake:
@@ -135,14 +95,15 @@ class MediaIntake:
         self._layer = server.over(frontend.processor.preferences)
         self._check_options(self._layer.picture(), self._layer.clip())
         self._held = HeldBytes(limits)
-        self._admission = Admission(
-            limits.media_preparation_limit,
-            limits.max_waiting_preparations,
-            limits.max_waiting_bytes,
+        self._alive = PreparedBytes(limits, lambda: self._admission.look_again())
+        bounds = AdmissionBounds(
+            shares=limits.media_preparation_limit,
+            max_waiting=limits.max_waiting_preparations,
+            max_waiting_bytes=limits.max_waiting_bytes,
             max_wait=limits.max_waiting_seconds,
             max_away=limits.max_waiting_preparations,
-            crowded=lambda: self._held.crowded,
         )
+        self._admission = Admission(bounds, crowded=lambda: self._held.crowded, full=self._alive.full)
         self._prepared = PreparedItems(limits.prepared_cache_bytes)
         self._threads = ThreadPoolExecutor(limits.media_preparation_limit, thread_name_prefix="media")
         self._counts = Counter(dict.fromkeys(OPENINGS, 0))
@@ -170,7 +131,8 @@ class MediaIntake:
         for index, item in enumerate(request.media):
             if isinstance(item.source, Url) and self._fetcher is None:
                 raise UnsupportedFeature(
-                    f"media item {index}: this engine fetches no URLs (--no-fetch); send a data: URI or raw bytes"
+                    f"media item {index}: {Stage.FETCH.value}: this engine fetches no URLs (--no-fetch); send a data: "
+                    "URI or raw bytes"
                 )
         self._check_options(*self._options(request))
 
@@ -195,13 +157,17 @@ class MediaIntake:
         clip = layer.clip()
         return layer.picture(), replace(clip, sampling=clip.sampling.at_most(self._limits.max_clip_frames))
 
-    def enter(self, request: GenerateRequest) -> Ticket:
+    def enter(self, items: Sequence[MediaItem]) -> Ticket:
         """A place in line for shares.
 
         Raises:
             Overloaded: the line is full.
         """
-        return self._admission.enter(sum(_sent_bytes(item) for item in request.media))
+        return self._admission.enter(sum(_sent_bytes(item) for item in items))
+
+    def re_enter(self, *, holds_prepared: bool) -> Ticket:
+        """A place before the line, for a request that has begun once and perhaps holds some of its items, open."""
+        return self._admission.re_enter(holds_prepared=holds_prepared)
 
     def holding(self) -> AbstractContextManager[Holding]:
         """While a request's encoded bytes are in use; they are counted."""
@@ -281,16 +247,27 @@ class MediaIntake:
             jobs.append(ClipJob(item, item.options, survey))
         return tuple(jobs)
 
+    def fewest_tokens(self, jobs: Sequence[Job]) -> int:
+        """How many tokens their markers become at least, by their headers; exactly, where all are pictures."""
+        return sum(map(self._fewest_tokens, jobs))
+
+    def _fewest_tokens(self, job: Job) -> int:
+        if isinstance(job, ClipJob):
+            return self._processor.fewest_clip_tokens(job.survey)
+        width, height = job.admitted.size
+        return self._processor.picture_tokens(FrameSize(height, width), job.options)
+
     async def open(self, ticket: Ticket, jobs: Sequence[Job]) -> tuple[EncoderInput, ...]:
         """Each item as the tower reads it; the same one once.
 
         Raises:
             MediaError: one cannot be used; ``index`` names it.
         """
+        weighed = 0
+        while (weight := self._weight(jobs)) > weighed:  # again where something was forgotten meanwhile
+            await ticket.weigh(weight)
+            weighed = weight
         known = {key: found for key in {job.item.key for job in jobs} if (found := self._prepared.find(key))}
-        new = {job.item.key: job.part(self._limits) for job in jobs if job.item.key not in known}
-        if new:
-            await ticket.weigh(math.ceil(sum(new.values()) * self._limits.media_preparation_limit))
         clips = asyncio.Semaphore(ticket.shares or 1)  # each takes a worker for long, and others need some too
 
         async def opened(job: Job) -> EncoderInput:
@@ -303,6 +280,11 @@ class MediaIntake:
                 return await self._prepared.get(job.item.index, key, partial(self._prepare_clip, job))
 
         return await _together([opened(job) for job in jobs])
+
+    def _weight(self, jobs: Sequence[Job]) -> int:
+        """What is new in them, in shares. Nobody has what is known yet: who waits for shares holds nothing prepared."""
+        new = {job.item.key: job.part(self._limits) for job in jobs if not self._prepared.has(job.item.key)}
+        return math.ceil(sum(new.values()) * self._limits.media_preparation_limit)
 
     async def _prepare_picture(self, job: PictureJob) -> EncoderInput:
         index, data, key = job.item.index, job.item.data, job.item.key
@@ -322,7 +304,9 @@ class MediaIntake:
 
     async def _patch(self, work: Callable[[], EncoderInput]) -> EncoderInput:
         self._counts["preprocess_calls"] += 1
-        return await on_thread(self._threads, work)
+        found = await on_thread(self._threads, work)
+        self._alive.add(found.patches)
+        return found
 
     async def on_thread(self, work: Callable[[], T]) -> T:
         """Do what comes after media are open, and is no work for the event loop."""
@@ -334,6 +318,7 @@ class MediaIntake:
             "media_admission": asdict(self._admission.statistics()),
             "media_decoding": asdict(self._decoder.statistics()),
             "media_held": {"bytes": self._held.bytes},
+            "media_prepared": self._alive.statistics(),
             "prepared_items": self._prepared.statistics(),
         }
         if self._fetcher is not None:

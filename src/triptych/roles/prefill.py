@@ -82,7 +82,7 @@ class Prefill:
                 abort=self._engine.abort,
                 on_close=self._live.close,
             )
-            ticket = self._intake.line_up(request)
+            ticket = self._intake.line_up(draft)
             self._live.begin(answer, ticket, self._submit(answer, handoff, draft, ticket))
         return answer
 

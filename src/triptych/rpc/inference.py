@@ -1,6 +1,7 @@
 """The Inference service.
 
     refuse     metadata, message, role.accept    -> a gRPC status, nothing is held
+               the message is asked for when there is room for it (message_bytes.py), and let go once it is read
     accept     initial metadata                  -> the caller knows
     stream     events as they come
     end        exactly one terminal event        -> trailing metadata (spans, or the error's class), OK
@@ -47,6 +48,7 @@ from triptych.wire.status import as_typed, kind_trailers
 if TYPE_CHECKING:
     from triptych.core.request import GenerateRequest
     from triptych.roles.contract import Answer, Role
+    from triptych.rpc.message_bytes import Message, MessageBytes
     from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
 
@@ -74,12 +76,18 @@ class Inference:
     """Serves Generate over any role."""
 
     def __init__(
-        self, role: Role, sessions: SessionCodec, references: ReferenceCodec, stall_seconds: float = STALL_SECONDS
+        self,
+        role: Role,
+        sessions: SessionCodec,
+        references: ReferenceCodec,
+        messages: MessageBytes,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """``stall_seconds`` bounds the time blocked in handing one event over; a slow engine does not count."""
         self._role = role
         self._sessions = sessions
         self._references = references
+        self._messages = messages
         self._stall_seconds = stall_seconds
         self._calls: set[asyncio.Task[None]] = set()
         # One thread each way: protobuf holds the interpreter's lock, and several threads that want it would make the
@@ -88,14 +96,18 @@ class Inference:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Have a server hand its calls over, as bytes both ways: reading and writing what is large takes a while."""
-        handler = grpc.unary_stream_rpc_method_handler(self.generate)
+        """Have a server hand its calls over, as bytes both ways: reading and writing what is large takes a while.
+
+        For gRPC the message is the first of a stream. It would receive the only one of a call before it calls us,
+        however many there are, and keep it until the call is over.
+        """
+        handler = grpc.stream_stream_rpc_method_handler(self.generate)
         methods = grpc.method_handlers_generic_handler("openengine.v1.Inference", {"Generate": handler})
         server.add_generic_rpc_handlers((methods,))
 
-    async def generate(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
-        """One request from refusal or acceptance to its end."""
-        call = asyncio.create_task(self._serve(request, context))
+    async def generate(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        """One request from refusal or acceptance to its end; its message is read from ``context``."""
+        call = asyncio.create_task(self._serve(context))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -111,9 +123,9 @@ class Inference:
         self._reader.shutdown()
         self._writer.shutdown()
 
-    async def _serve(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, context: grpc.aio.ServicerContext) -> None:
         try:
-            accepted = await self._accept(data, context)
+            accepted = await self._accept(context)
         except Exception as error:
             refusal = typed(error)
         else:
@@ -126,16 +138,25 @@ class Inference:
             await context.send_initial_metadata(())
         await refuse(context, refusal)
 
-    async def _accept(self, data: bytes, context: grpc.aio.ServicerContext) -> Accepted:
+    async def _accept(self, context: grpc.aio.ServicerContext) -> Accepted:
         metadata = read_metadata(context.invocation_metadata() or ())
+        async with self._messages.receive(context) as message:
+            request = await self._read(message, metadata)
+            return Accepted(request.request_id, await self._role.accept(request))
+
+    async def _read(self, message: Message, metadata: CallMetadata) -> GenerateRequest:
+        """The request; nothing of the message is left. It is always read to its end: a thread cannot be stopped."""
         limit = self._role.model.max_context
-        large = len(data) >= LARGE_MESSAGE
-        if large:
-            loop = asyncio.get_running_loop()
-            request = await loop.run_in_executor(self._reader, self._read, data, metadata, limit)
-        else:
-            request = self._read(data, metadata, limit)
-        return Accepted(request.request_id, await self._role.accept(request))
+        if message.size < LARGE_MESSAGE:
+            return self._decode(message, metadata, limit)
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._reader, self._decode, message, metadata, limit)
+        try:
+            return await asyncio.shield(reading)
+        finally:
+            while not reading.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({reading})
 
     async def _stream(self, request_id: str, answer: Answer, context: grpc.aio.ServicerContext) -> None:
         try:
@@ -203,8 +224,8 @@ class Inference:
                         with suppress(TriptychError):
                             await self._role.abort_rows(one.item.handle.session_id)
 
-    def _read(self, data: bytes, metadata: CallMetadata, max_context: int) -> GenerateRequest:
-        message = parse(pb.GenerateRequest, data, _limits(max_context))
+    def _decode(self, sent: Message, metadata: CallMetadata, max_context: int) -> GenerateRequest:
+        message = parse(pb.GenerateRequest, sent.take(), _limits(max_context))
         # Expansion only adds tokens; checked here so that millions of ids are not turned into objects first.
         tokens = len(message.token_ids.ids)
         if tokens > max_context:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one role: every number of its load and its ledgers, read at the moment of the scrape."""
+"""Prometheus metrics of one role and its server: every number of load and ledgers, read at the moment of the scrape."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from triptych.roles.contract import Role
     from triptych.rpc.address import Address
+    from triptych.rpc.message_bytes import MessageBytes
 
 SCRAPE_SECONDS = 5.0
 """How long a scrape waits for the event loop."""
@@ -31,8 +32,9 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 class RoleCollector(Collector):
     """Collects on a thread of the HTTP server; the role is read on its own event loop."""
 
-    def __init__(self, role: Role, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, role: Role, messages: MessageBytes, loop: asyncio.AbstractEventLoop) -> None:
         self._role = role
+        self._messages = messages
         self._loop = loop
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
@@ -44,7 +46,8 @@ class RoleCollector(Collector):
                 yield GaugeMetricFamily(metric, f"{name} of {ledger}", value=number)
 
     async def _read(self) -> dict[str, dict[str, float]]:
-        return {"load": asdict(self._role.load()), **self._role.statistics()}
+        own = {"load": asdict(self._role.load()), "messages": self._messages.statistics()}
+        return own | self._role.statistics()
 
 
 class MetricsServer:
@@ -67,15 +70,17 @@ class MetricsServer:
         self._thread.join()
 
 
-async def serve_metrics(role: Role, host: str, port: int, *, allow_plaintext: bool = False) -> MetricsServer:
-    """Listen and serve. Port 0 takes a free one.
+async def serve_metrics(
+    role: Role, messages: MessageBytes, host: str, port: int, *, allow_plaintext: bool = False
+) -> MetricsServer:
+    """Listen and serve. Port 0 takes a free one. ``messages`` are those of the role's server.
 
     Raises:
         StartupError: the address is taken or not ours, or it would carry plaintext between machines.
     """
     address = check_address(host, port, allow_plaintext=allow_plaintext)
     registry = CollectorRegistry()
-    registry.register(RoleCollector(role, asyncio.get_running_loop()))
+    registry.register(RoleCollector(role, messages, asyncio.get_running_loop()))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:

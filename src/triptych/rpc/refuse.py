@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NoReturn
 
-from triptych.core.errors import Internal, TriptychError
+from triptych.core.errors import Internal, TriptychError, forget_frames
 from triptych.wire.status import as_typed, to_status
 
 if TYPE_CHECKING:
@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def typed(error: Exception) -> TriptychError:
-    """The error in our tree; one that should not have happened is logged with its traceback, which stays here."""
+    """The error in our tree; one that should not have happened is logged with its traceback. It keeps nothing alive."""
     if not isinstance(error, TriptychError) or isinstance(error, Internal):
         log.error("unexpected error while serving a call", exc_info=error)
+    forget_frames(error)
     return as_typed(error)
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from triptych.core.config import GIB
 from triptych.core.errors import StartupError
 from triptych.rpc.address import Address
 from triptych.rpc.control import Control, OnShutdown
 from triptych.rpc.inference import Inference
 from triptych.rpc.kv_events import KvEvents
+from triptych.rpc.message_bytes import MessageBytes
 from triptych.rpc.watchdog import STALL_SECONDS
 from triptych.wire.codec_reference import ReferenceCodec
 from triptych.wire.codec_session import Endpoint, SessionCodec
@@ -32,18 +34,29 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     # Clients may ping as often as we do, also while their calls are quiet.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A call of which nothing is read stores 64 KiB. With this on, each would store what the network carries at a time:
+    # many MiB. A message that is being read comes up to 1 MiB a round trip either way.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 GRPC = "grpc"
 """The protocol of a session's or a reference's endpoint: there its engine answers Control."""
 
+MAX_CONTROL_BYTES = 1 * GIB
+"""Of messages to Control. They are small unless somebody means ill; Health waits for nobody else's."""
+CONTROL_SECONDS = 10.0
+"""How long one of them may take to arrive."""
+
 
 class RoleServer:
     """A server that answers calls; ``serve_role`` makes it."""
 
-    def __init__(self, server: grpc.aio.Server, inference: Inference, address: Address) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, inference: Inference, messages: tuple[MessageBytes, ...], address: Address
+    ) -> None:
         self._server = server
         self._inference = inference
+        self._messages = messages
         self.address = str(address)
         """HOST:PORT with the real port."""
 
@@ -51,6 +64,8 @@ class RoleServer:
         """Refuse new calls, give live ones ``grace`` seconds, end the rest and wait for their cleanup."""
         await self._server.stop(grace)
         await self._inference.settled()
+        for messages in self._messages:
+            await messages.settled()
 
 
 async def serve_role(
@@ -62,6 +77,7 @@ async def serve_role(
     tls: TlsFiles | None = None,
     on_shutdown: OnShutdown | None = None,
     signer: HandoffSigner | None = None,
+    messages: MessageBytes | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> RoleServer:
     """Listen and serve on the running event loop. Port 0 takes a free one.
@@ -74,6 +90,7 @@ async def serve_role(
         tls: encrypt it; any address will do then.
         on_shutdown: begins to end the process; without it ``Control.Shutdown`` is not offered.
         signer: signs the sessions and references that leave, and proves those that come; None: neither.
+        messages: counts those of requests; None: of its own, with the usual limit.
         stall_seconds: how long a consumer may leave one event unread.
 
     Raises:
@@ -92,13 +109,15 @@ async def serve_role(
     address = address._replace(port=bound)
     endpoints = (Endpoint(*address.connectable, GRPC),)
     sessions, references = SessionCodec(endpoints, signer), ReferenceCodec(endpoints, signer)
-    inference = Inference(role, sessions, references, stall_seconds)
+    messages = MessageBytes() if messages is None else messages
+    controls = MessageBytes(MAX_CONTROL_BYTES, CONTROL_SECONDS)
+    inference = Inference(role, sessions, references, messages, stall_seconds)
     inference.add_to(server)
-    kv_events = KvEvents(role, address, stall_seconds)
+    kv_events = KvEvents(role, address, controls, stall_seconds)
     kv_events.add_to(server)
-    Control(role, kv_events, sessions, references, on_shutdown).add_to(server)
+    Control(role, kv_events, sessions, references, controls, on_shutdown).add_to(server)
     await server.start()
-    return RoleServer(server, inference, address)
+    return RoleServer(server, inference, (messages, controls), address)
 
 
 def check_address(host: str, port: int, *, allow_plaintext: bool = False) -> Address:

@@ -1,23 +1,53 @@
-"""A media worker without a process, for tests and for media that are trusted."""
+"""Media decoded in this process, and a media worker that does so: for files that are trusted."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from tests.pictures_here import decode_here
+from triptych.core.clip import Clip
 from triptych.core.errors import MediaUnavailable
 from triptych.core.media import Stage
-from triptych.media.audio import decode_sound
-from triptych.media.decode import decode_here
-from triptych.media.video import decode_clip, open_clip
+from triptych.core.sound import Sound
+from triptych.media.audio import open_sound
+from triptych.media.video import open_clip
+from triptych.media.windows import plan_windows, window_length
 
 if TYPE_CHECKING:
-    from triptych.core.clip import Clip, ClipSurvey, FrameFit, FrameSampling
+    from triptych.core.clip import ClipSurvey, FrameFit, FrameSampling
     from triptych.core.config import MediaLimits
     from triptych.core.media import Picture
     from triptych.core.media_options import PictureOptions
     from triptych.core.picture_fit import PictureFit
-    from triptych.core.sound import Sound
     from triptych.media.decode import Admitted
+
+
+def decode_clip(
+    index: int, data: bytes, sampling: FrameSampling, limits: MediaLimits, fit: FrameFit | None = None
+) -> Clip:
+    """Choose frames of a video and decode them. Arguments and errors: ``open_clip``."""
+    frames: list[np.ndarray] = []
+    with open_clip(index, data, sampling, limits, fit) as clip:
+        plan = clip.decode(lambda frame: frames.append(frame.copy())).plan
+    return Clip(np.stack(frames), plan)
+
+
+def decode_sound(
+    index: int,
+    data: bytes,
+    rate: int,
+    limits: MediaLimits,
+    window_seconds: float | None = None,
+    *,
+    of_film: bool = False,
+) -> Sound:
+    """Decode a sound. Arguments and errors: ``open_sound``, ``OpenSound.decode``, ``window_length``."""
+    parts: list[np.ndarray] = []
+    with open_sound(index, data, limits, of_film=of_film) as sound:
+        count = sound.decode(rate, parts.append)
+    return Sound(np.concatenate(parts), rate, plan_windows(count, window_length(window_seconds, rate)))
 
 
 class InProcess:
