@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from triptych.media.workers import MediaPool
 from triptych.roles.media_intake import MediaIntake
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from triptych.core.clip import ClipSurvey, FrameFit, FrameSampling
@@ -345,11 +346,45 @@ async def test_work_that_cannot_be_stopped_keeps_its_shares(make: Callable[..., 
     assert not any(bench.held().values())
 
 
+NUMBER: ContextVar[int] = ContextVar("number", default=-1)
+"""Of the request whose work it is."""
+
+
+class Watch:
+    """Knows what the work of each request is at, and says so when it begins."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.at: dict[int, list[str]] = defaultdict(list)
+        self.tell: dict[tuple[int, str], Callable[[], object]] = {}
+        """By the request's number and the stage."""
+        intake = bench.intake
+        for owner, name, stage in (
+            (bench.servers, "fetch", "fetch"),
+            (intake._decoder, "picture", "decode"),
+            (intake, "_patch", "preprocess"),
+        ):
+            setattr(owner, name, self._watched(stage, getattr(owner, name)))
+
+    def _watched(self, stage: str, work: Callable[..., Awaitable[object]]) -> Callable[..., Awaitable[object]]:
+        async def doing(*how: object) -> object:
+            number = NUMBER.get()
+            self.at[number].append(stage)
+            if tell := self.tell.pop((number, stage), None):
+                tell()
+            try:
+                return await work(*how)
+            finally:
+                self.at[number].remove(stage)
+
+        return doing
+
+
 async def test_a_thousand_requests_given_up_at_any_point_leave_nothing(make: Callable[..., Bench]) -> None:
     dice = random.Random(6)
-    bench = make(workers=3, max_waiting_preparations=2000, prepared_cache_bytes=20_000)
+    bench = make(workers=3, max_waiting_preparations=3000, prepared_cache_bytes=20_000)
     for worker in bench.workers:
         worker.gate.set()
+    watch, loop = Watch(bench), asyncio.get_running_loop()
     pictures = [
         shape_png(shape, colour, size)
         for shape in ("circle", "square")
@@ -358,19 +393,29 @@ async def test_a_thousand_requests_given_up_at_any_point_leave_nothing(make: Cal
     ]
     urls = ["http://slow.example/", "http://none.example/", "http://hang.example/", "http://fast.example/"]
     ends: Counter[str] = Counter()
+    given_up: Counter[str] = Counter()
 
     async def one(number: int) -> None:
         sources = [dice.choice([*pictures, *urls, b"no picture"]) for _ in range(dice.randrange(1, 4))]
         hangs = any(isinstance(source, str) and "hang" in source for source in sources)
-        await asyncio.sleep(dice.random() / 2)
-        request = of(*sources, cache=CacheOptions(salt=f"{number % 7}"))
-        ticket, task = bench.begin(request)
-        if hangs or dice.random() < 0.7:
-            await asyncio.sleep(dice.random() ** 3 / 5)
+        await asyncio.sleep(dice.random() * 2)
+        NUMBER.set(number)
+        ticket, task = bench.begin(of(*sources, cache=CacheOptions(salt=f"{number}")))
+
+        def give_up() -> None:
+            if not task.done():
+                given_up.update(set(watch.at[number]) or {"between"})
+                given_up["requests"] += 1
             if dice.random() < 0.5:
                 ticket.give_up()
             else:
                 task.cancel()
+
+        stage = "fetch" if hangs else dice.choice(["line", "fetch", "decode", "preprocess", "never"])
+        if stage == "line":
+            loop.call_later(dice.random() / 100, give_up)
+        else:
+            watch.tell[number, stage] = lambda: loop.call_later(dice.random() / 500, give_up)
         try:
             await task
             ends["done"] += 1
@@ -379,10 +424,12 @@ async def test_a_thousand_requests_given_up_at_any_point_leave_nothing(make: Cal
         except TriptychError as error:
             ends[type(error).__name__] += 1
 
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(one(number) for number in range(1000)))
+    async with asyncio.timeout(100):
+        await asyncio.gather(*(one(number) for number in range(2500)))
     await bench.idle()
-    assert sum(ends.values()) == 1000
+    assert given_up["requests"] >= 1000, given_up
+    assert min(given_up[stage] for stage in ("fetch", "decode", "preprocess", "between")) >= 50, given_up
+    assert sum(ends.values()) == 2500
     assert min(ends["done"], ends["cancelled"], ends["Cancelled"], ends["MediaError"]) > 20, ends
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
