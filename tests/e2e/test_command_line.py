@@ -57,6 +57,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("engine", "demo", "--tls-certificate", "/nowhere.pem", "--tls-key", "/nowhere.key"), "/nowhere.pem"),
     (("engine", "demo", "--tls-certificate", "/etc/hostname", "--tls-key", "/etc/hostname"), "--tls-certificate"),
     (("engine", "demo", "--max-loras", "-1"), "max-loras"),
+    (("engine", "demo", "--max-message-bytes-held", "64MiB"), "--max-message-bytes-held must be at least 128MiB"),
     (("engine", "demo", "--max-lora-rank", "0"), "max-lora-rank"),
     (("gateway", "--engine", "127.0.0.1:1", "--engine-ca", "/etc/hostname"), "--engine-ca"),
     (("gateway", "--engine", "127.0.0.1:1", "--engine-key", "/etc/hostname"), "--engine-certificate"),

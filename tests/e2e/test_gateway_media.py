@@ -159,7 +159,7 @@ async def test_redirects_lead_to_no_other_scheme_or_port_and_end(ask: Asking, ki
         assert reason in await ask.refused(OPEN, PARTS[kind](site.url("/moved")))
     assert site.calls == calls + len(ELSEWHERE)
     site.pages["/moved"] = redirect(f"/moved?{SECRET}")
-    assert "redirect 6; at most 5" in await ask.refused(OPEN, PARTS[kind](site.url("/moved")))
+    assert "redirect 6; at most 5" in await ask.refused(OPEN, PARTS[kind](site.url("/moved")), stage="limit")
     assert site.calls == calls + len(ELSEWHERE) + 6
 
 
@@ -268,7 +268,7 @@ WRONG = {name: _corpus(name) for name in ("text.jpg", "liar.jpg", "cut.webp", "b
     "a narrow picture": Wrong("image", NARROW, "preprocess", "too narrow"),
     "a playlist": Wrong("video", HOSTILE["a playlist"].make(), "decode", "not a video"),
     "a million frames": Wrong(
-        "video", HOSTILE["four thousand million samples"].make(), "decode", "claims 2147483647 samples"
+        "video", HOSTILE["four thousand million samples"].make(), "limit", "claims 2147483647 samples"
     ),
     "a picture for a video": Wrong("video", RED, "decode", "not a video"),
     "not there": Wrong("video", answer(b"", 404), "fetch", "404", fetched=True),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import threading
+import time
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+from PIL import Image
 
 from tests.corpus.make_clips import good_clips
 from tests.corpus.pictures import pictures
@@ -30,6 +33,7 @@ from triptych.core.media import MediaItem, Modality, RawBytes
 from triptych.core.media_options import ClipLayer, OptionLayer, PictureLayer
 from triptych.core.request import EncodeOptions, GenerateRequest, Stopping
 from triptych.media.workers import MediaPool
+from triptych.roles import live
 from triptych.roles.adapters import Adapters
 from triptych.roles.intake import Intake
 from triptych.roles.media_intake import MediaIntake
@@ -47,6 +51,9 @@ ROW_BYTES = 4 * 3 * 16 * 16
 SIDE = 512
 SIZE = (SIDE // 32) ** 2 * ROW_BYTES
 """Bytes of a prepared picture of so many pixels each way."""
+NARROW = io.BytesIO()
+Image.new("RGB", (1000, 1)).save(NARROW, "PNG")
+"""Too narrow for the model."""
 
 
 @pytest.fixture(autouse=True)
@@ -308,6 +315,67 @@ async def test_nobody_has_what_was_encoded_once_it_is_open(make: Callable[..., D
     await turns()
     assert file() is None
     await answer.aclose()
+    await role.drain(0)
+
+
+class Second:
+    """A processor for which the second item of a request is trouble, once the first is prepared."""
+
+    def __init__(self, role: Desk, end: str) -> None:
+        self._role, self._end = role, end
+        self._processor = role._intake.frontend.processor
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def encoder_input(self, index: int, picture: Any, key: bytes) -> Any:
+        if index == 1:
+            while not alive(self._role):
+                time.sleep(0.001)
+            if self._end == "fails":
+                raise MemoryError("no room")
+            self.begun.set()
+            assert self.gate.wait(20)
+        return self._processor.encoder_input(index, picture, key)
+
+
+@pytest.mark.parametrize("end", ["aborted", "left", "fails", "damaged", "narrow"])
+@pytest.mark.parametrize("make", [fake_role, fake_encoder])
+async def test_a_request_that_ends_while_it_is_opened_keeps_nothing(
+    make: Callable[..., Desk], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.log, "disabled", True)  # the test's own logs keep tracebacks
+    role = make(FakeEngine(), limits=MediaLimits(prepared_cache_bytes=1))
+    media = role._intake.media
+    assert media is not None
+    slow = Second(role, end)
+    if end not in ("damaged", "narrow"):
+        media._processor = slow  # type: ignore[assignment]
+    sent = File(
+        {"damaged": shape_png("circle", "red")[:-30], "narrow": NARROW.getvalue()}.get(end, shape_png("circle", "red"))
+    )
+    sent.mark = Mark()
+    file = weakref.ref(sent.mark)
+    items = [one_of(1), MediaItem(Modality.IMAGE, RawBytes(sent))]
+    del sent
+    encode = EncodeOptions() if make is fake_encoder else None
+    asked = GenerateRequest("r", "demo", MARKER * 2, media=(items.pop(0), items.pop()), encode=encode)
+    answer = await role.accept(asked)
+    del asked
+    if end in ("aborted", "left"):
+        assert await asyncio.to_thread(slow.begun.wait, 20)
+        assert alive(role)
+        await (role.abort("r") if end == "aborted" else asyncio.wait({asyncio.create_task(answer.aclose())}, timeout=0))
+        await turns()
+        slow.gate.set()
+    else:
+        assert isinstance((await rest(answer))[-1], Failed)
+    await answer.aclose()
+    await until(role)
+    async with asyncio.timeout(20):
+        while file() is not None:
+            await asyncio.sleep(0.001)
     await role.drain(0)
 
 

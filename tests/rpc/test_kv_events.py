@@ -16,7 +16,6 @@ from triptych.core.errors import Draining, InvalidRequest, Overloaded, WrongStat
 from triptych.core.kv_events import BlockRemoved, BlockStored, KvBatch
 from triptych.rpc.address import Address
 from triptych.rpc.kv_events import KvEvents
-from triptych.rpc.message_bytes import MessageBytes
 from triptych.wire.gen import error_pb2, kv_pb2
 
 if TYPE_CHECKING:
@@ -86,11 +85,7 @@ async def test_the_source_is_this_server(serve: Serve, ranks: list[int]) -> None
     ],
 )
 async def test_a_wildcard_is_never_named(host: str, said: str) -> None:
-    (source,) = (
-        KvEvents(ScriptedRole(), Address(host, 7), MessageBytes(), 1.0)
-        .sources(kv_pb2.GetKvEventSourcesRequest())
-        .sources
-    )
+    (source,) = KvEvents(ScriptedRole(), Address(host, 7), 1.0).sources(kv_pb2.GetKvEventSourcesRequest()).sources
     assert (source.endpoint_addr.host, source.endpoint_addr.port) == (said, 7)
 
 

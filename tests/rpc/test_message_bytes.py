@@ -54,9 +54,9 @@ class Client:
         )
         return method(data)
 
-    def open(self, service: str = "Inference/Generate") -> Any:
+    def open(self, method: str = "Inference/Generate") -> Any:
         """A call that has sent nothing yet."""
-        return self.channel.stream_stream(f"/openengine.v1.{service}")()
+        return self.channel.stream_stream(f"/openengine.v1.{method}")()
 
 
 @pytest.fixture
@@ -181,13 +181,10 @@ async def test_a_message_that_is_too_large_is_not_held(serve: Serve, connect: Ca
     await until(lambda: counted(messages) == NOTHING)
 
 
-@pytest.mark.parametrize("service", ["Inference/Generate", "Control/Health", "Control/SubscribeKvEvents"])
-async def test_a_call_without_a_message_is_refused(
-    serve: Serve, connect: Callable[[str], Client], service: str
-) -> None:
+async def test_a_call_without_a_message_is_refused(serve: Serve, connect: Callable[[str], Client]) -> None:
     messages = MessageBytes()
     served = await serve(messages=messages)
-    call = connect(served.address).open(service)
+    call = connect(served.address).open()
     await call.done_writing()
     assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
     assert counted(messages) == NOTHING
@@ -205,6 +202,18 @@ async def test_clients_that_leave_before_their_message_is_here(serve: Serve, con
     calls[0].cancel()
     await until(lambda: counted(messages) == NOTHING)
     assert len(await read_all(served.generate())) == 3
+
+
+async def test_health_waits_for_nobody_who_sends_nothing(serve: Serve, connect: Callable[[str], Client]) -> None:
+    served = await serve(messages=MessageBytes(2 * MAX_MESSAGE))
+    client = connect(served.address)
+    calls = [client.open(method) for method in ("Inference/Generate", "Control/Health", "Control/GetLoad") * 40]
+    async with asyncio.timeout(SECONDS):
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            await served.control.Health(lifecycle_pb2.HealthRequest())
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_message_counts_while_it_is_read_though_its_client_has_left(

@@ -19,9 +19,11 @@ from triptych.cli.flags import split_address
 from triptych.cli.loaded import load, load_encoder
 from triptych.cli.progress import loading_bar
 from triptych.cli.transports import check_flags, row_transport_of, signer_of, transport_of
+from triptych.core.config import MIB
+from triptych.core.errors import StartupError
 from triptych.engine.row_arena import ROW_LAYOUT, count_row_blocks
 from triptych.roles.contract import HealthState, RoleName
-from triptych.rpc.message_bytes import MAX_BYTES_HELD, MessageBytes
+from triptych.rpc.message_bytes import LEAST_BYTES_HELD, MAX_BYTES_HELD, MessageBytes
 from triptych.rpc.metrics import serve_metrics
 from triptych.rpc.server import check_address, serve_role
 
@@ -168,6 +170,11 @@ def run(
 
 def _check(listeners: Listeners) -> None:
     """Say what is wrong before the weights are read."""
+    if listeners.max_message_bytes_held < LEAST_BYTES_HELD:
+        raise StartupError(
+            f"--max-message-bytes-held must be at least {LEAST_BYTES_HELD // MIB}MiB, the size of two messages, not "
+            f"{listeners.max_message_bytes_held} bytes"
+        )
     encrypted = listeners.tls is not None
     if listeners.tls is not None:
         listeners.tls.credentials()

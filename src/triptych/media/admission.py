@@ -83,6 +83,7 @@ class Ticket:
         self.given_up = False
         self._admission = admission
         self._task: asyncio.Task[object] | None = None
+        self._over = False
 
     async def run(self, work: Coroutine[object, object, T]) -> T:
         """Wait for a share and do ``work`` in a task of its own; all shares are free when it has ended.
@@ -108,9 +109,14 @@ class Ticket:
             work.close()
             raise Cancelled("ended while waiting for media preparation")
         task = self._task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._admission.leave(self))
+        task.add_done_callback(self._leave)
         await until_ended(task, self.give_up)
         return self._outcome(task)
+
+    def _leave(self, _: object) -> None:
+        """The work has ended. Its error holds its frames, and these hold us: we let go of it."""
+        self._task, self._over = None, True
+        self._admission.leave(self)
 
     def _outcome(self, task: asyncio.Task[T]) -> T:
         """What became of the work. An error that is nobody's fault but ours is heard of even if nobody waits."""
@@ -165,7 +171,7 @@ class Ticket:
     def give_up(self) -> None:
         """Nobody wants it any more, at whatever moment; after the end of the work, or once more, it does nothing."""
         task = self._task
-        if self.given_up or (task is not None and task.done()):
+        if self.given_up or self._over or (task is not None and task.done()):
             return
         self.given_up = True
         self._admission.give_up(self, begun=task is not None)

@@ -16,7 +16,7 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from triptych.core.errors import IntegrityError, MediaError
+from triptych.core.errors import IntegrityError, MediaError, forget_frames
 from triptych.media.work import until_ended
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class PreparedItems:
 
     def _ended(self, key: bytes, task: asyncio.Task[EncoderInput]) -> None:
         del self._making[key]
-        if not task.cancelled():
-            task.exception()  # it has been looked at: perhaps nobody waits any more
+        error = None if task.cancelled() else task.exception()  # looked at: perhaps nobody waits any more
+        if isinstance(error, MediaError):
+            forget_frames(error)  # who waits raises one of its own, and who had the file is over
 
     async def _wait(self, index: int, making: _Making) -> EncoderInput:
         """Until it is there; the last one to leave ends it."""

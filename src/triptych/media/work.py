@@ -39,7 +39,10 @@ async def until_ended(work: asyncio.Future[T], stop: Callable[[], object] | None
     if cancelled is not None:
         if not work.cancelled():
             work.exception()  # it has been looked at: nobody waits for it any more
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # or this frame and the error would keep each other, and all that the caller has
 
 
 async def on_thread(executor: Executor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

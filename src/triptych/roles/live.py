@@ -257,8 +257,9 @@ class LiveRequests:
         except TriptychError as error:
             forget_frames(error)
             answer.fail(error)
-        except Exception:
+        except Exception as error:
             log.exception("preparing a request failed")
+            forget_frames(error)
             answer.fail(Internal("preparing the request failed; the engine's log has details"))
         finally:
             del self._preparing[answer]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from triptych.roles.contract import Role
     from triptych.rpc.kv_events import KvEvents
-    from triptych.rpc.message_bytes import MessageBytes
     from triptych.wire.codec_reference import ReferenceCodec
     from triptych.wire.codec_session import SessionCodec
 
@@ -60,7 +59,6 @@ class Control:
         kv_events: KvEvents,
         sessions: SessionCodec,
         references: ReferenceCodec,
-        messages: MessageBytes,
         on_shutdown: OnShutdown | None,
     ) -> None:
         """Without ``on_shutdown`` the process is not to be ended by a call."""
@@ -68,23 +66,22 @@ class Control:
         self._kv_events = kv_events
         self._sessions = sessions
         self._references = references
-        self._messages = messages
         self._on_shutdown = on_shutdown
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server hand its calls over."""
         methods = {
-            "GetServerInfo": self._handler(server_pb2.GetServerInfoRequest, self._server_info),
-            "GetModelInfo": self._handler(model_pb2.GetModelInfoRequest, self._model_info),
-            "GetLoad": self._handler(server_pb2.GetLoadRequest, self._load_info),
-            "Health": self._handler(lifecycle_pb2.HealthRequest, self._health),
-            "Abort": self._handler(lifecycle_pb2.AbortRequest, self._abort),
-            "LoadLora": self._handler(lora_pb2.LoadLoraRequest, self._load_lora),
-            "UnloadLora": self._handler(lora_pb2.UnloadLoraRequest, self._unload_lora),
-            "ListLoras": self._handler(lora_pb2.ListLorasRequest, self._list_loras),
-            "GetKvEventSources": self._handler(kv_pb2.GetKvEventSourcesRequest, self._sources),
-            "TransferEncoderCache": self._handler(encoder_pb2.TransferEncoderCacheRequest, self._transfer),
-            "Shutdown": self._handler(lifecycle_pb2.ShutdownRequest, self._shutdown),
+            "GetServerInfo": _handler(server_pb2.GetServerInfoRequest, self._server_info),
+            "GetModelInfo": _handler(model_pb2.GetModelInfoRequest, self._model_info),
+            "GetLoad": _handler(server_pb2.GetLoadRequest, self._load_info),
+            "Health": _handler(lifecycle_pb2.HealthRequest, self._health),
+            "Abort": _handler(lifecycle_pb2.AbortRequest, self._abort),
+            "LoadLora": _handler(lora_pb2.LoadLoraRequest, self._load_lora),
+            "UnloadLora": _handler(lora_pb2.UnloadLoraRequest, self._unload_lora),
+            "ListLoras": _handler(lora_pb2.ListLorasRequest, self._list_loras),
+            "GetKvEventSources": _handler(kv_pb2.GetKvEventSourcesRequest, self._sources),
+            "TransferEncoderCache": _handler(encoder_pb2.TransferEncoderCacheRequest, self._transfer),
+            "Shutdown": _handler(lifecycle_pb2.ShutdownRequest, self._shutdown),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("openengine.v1.Control", methods),))
 
@@ -223,24 +220,20 @@ class Control:
             return lifecycle_pb2.ShutdownResponse(status=lifecycle_pb2.SHUTDOWN_STATUS_STARTED)
         return lifecycle_pb2.ShutdownResponse(status=lifecycle_pb2.SHUTDOWN_STATUS_ALREADY_IN_PROGRESS)
 
-    def _handler(self, kind: type[Question], work: Callable[[Question], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """Answers with the result of the work, or with the status of its error; bytes that are no message are one, too.
-
-        For gRPC the message is the first of a stream; see ``Inference.add_to``.
-        """
-
-        async def handle(_: object, context: grpc.aio.ServicerContext) -> bytes:
-            try:
-                check_trace(context.invocation_metadata() or ())
-                async with self._messages.receive(context) as message:
-                    question = parse(kind, message.take())
-                return (await work(question)).SerializeToString()
-            except Exception as error:
-                refusal: TriptychError = typed(error)
-            await refuse(context, refusal)
-
-        return grpc.stream_unary_rpc_method_handler(handle)
-
 
 def _health_state(state: HealthState) -> lifecycle_pb2.HealthState.ValueType:
     return lifecycle_pb2.HealthState.ValueType(state)
+
+
+def _handler(kind: type[Question], work: Callable[[Question], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+    """Answers with the result of the work, or with the status of its error; bytes that are no message are one, too."""
+
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            check_trace(context.invocation_metadata() or ())
+            return (await work(parse(kind, data))).SerializeToString()
+        except Exception as error:
+            refusal: TriptychError = typed(error)
+        await refuse(context, refusal)
+
+    return grpc.unary_unary_rpc_method_handler(handle)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from triptych.core.kv_events import KvBatch
     from triptych.roles.contract import KvSubscription, Role
     from triptych.rpc.address import Address
-    from triptych.rpc.message_bytes import MessageBytes
 
 TRANSPORT = "grpc"
 ENCODING = "protobuf"
@@ -42,17 +41,16 @@ MAX_RANKS = 1024
 class KvEvents:
     """Serves the KV events of any role."""
 
-    def __init__(self, role: Role, listener: Address, messages: MessageBytes, stall_seconds: float) -> None:
+    def __init__(self, role: Role, listener: Address, stall_seconds: float) -> None:
         """``listener`` is where this server listens, ``stall_seconds`` how long a follower may leave a batch unread."""
         self._role = role
         self._listener = listener
-        self._messages = messages
         self._stall_seconds = stall_seconds
         self._pool = KvPool(role.engine.block_size, on_gpu=role.engine.device.startswith("cuda"))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Have a server hand its subscriptions over, as bytes both ways: a snapshot takes a while to write."""
-        methods = {"SubscribeKvEvents": grpc.stream_stream_rpc_method_handler(self.subscribe)}  # see Inference
+        methods = {"SubscribeKvEvents": grpc.unary_stream_rpc_method_handler(self.subscribe)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("openengine.v1.Control", methods),))
 
     def sources(self, request: pb.GetKvEventSourcesRequest) -> pb.GetKvEventSourcesResponse:
@@ -75,12 +73,11 @@ class KvEvents:
             )
         return response
 
-    async def subscribe(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        """One follower from refusal or acceptance to its end; its message is read from ``context``."""
+    async def subscribe(self, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        """One follower from refusal or acceptance to its end."""
         try:
             check_trace(context.invocation_metadata() or ())
-            async with self._messages.receive(context) as message:
-                request = parse(pb.SubscribeKvEventsRequest, message.take())
+            request = parse(pb.SubscribeKvEventsRequest, data)
             _check_ranks(request.data_parallel_ranks)
             subscription = self._role.subscribe_kv(
                 snapshot=request.include_snapshot, start=request.start_sequence_number

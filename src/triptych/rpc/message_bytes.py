@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES_HELD = 4 * GIB
 """Of a server's requests."""
+LEAST_BYTES_HELD = 2 * MAX_MESSAGE
+"""With less, one that is undecided would keep all others out."""
 MAX_LINE = 1024
 """Calls that may wait for their turn to send."""
 ARRIVAL_SECONDS = 60.0

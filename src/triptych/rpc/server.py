@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from triptych.core.config import GIB
 from triptych.core.errors import StartupError
 from triptych.rpc.address import Address
 from triptych.rpc.control import Control, OnShutdown
@@ -42,18 +41,11 @@ SERVER_OPTIONS = (
 GRPC = "grpc"
 """The protocol of a session's or a reference's endpoint: there its engine answers Control."""
 
-MAX_CONTROL_BYTES = 1 * GIB
-"""Of messages to Control. They are small unless somebody means ill; Health waits for nobody else's."""
-CONTROL_SECONDS = 10.0
-"""How long one of them may take to arrive."""
-
 
 class RoleServer:
     """A server that answers calls; ``serve_role`` makes it."""
 
-    def __init__(
-        self, server: grpc.aio.Server, inference: Inference, messages: tuple[MessageBytes, ...], address: Address
-    ) -> None:
+    def __init__(self, server: grpc.aio.Server, inference: Inference, messages: MessageBytes, address: Address) -> None:
         self._server = server
         self._inference = inference
         self._messages = messages
@@ -64,8 +56,7 @@ class RoleServer:
         """Refuse new calls, give live ones ``grace`` seconds, end the rest and wait for their cleanup."""
         await self._server.stop(grace)
         await self._inference.settled()
-        for messages in self._messages:
-            await messages.settled()
+        await self._messages.settled()
 
 
 async def serve_role(
@@ -110,14 +101,13 @@ async def serve_role(
     endpoints = (Endpoint(*address.connectable, GRPC),)
     sessions, references = SessionCodec(endpoints, signer), ReferenceCodec(endpoints, signer)
     messages = MessageBytes() if messages is None else messages
-    controls = MessageBytes(MAX_CONTROL_BYTES, CONTROL_SECONDS)
     inference = Inference(role, sessions, references, messages, stall_seconds)
     inference.add_to(server)
-    kv_events = KvEvents(role, address, controls, stall_seconds)
+    kv_events = KvEvents(role, address, stall_seconds)
     kv_events.add_to(server)
-    Control(role, kv_events, sessions, references, controls, on_shutdown).add_to(server)
+    Control(role, kv_events, sessions, references, on_shutdown).add_to(server)
     await server.start()
-    return RoleServer(server, inference, (messages, controls), address)
+    return RoleServer(server, inference, messages, address)
 
 
 def check_address(host: str, port: int, *, allow_plaintext: bool = False) -> Address:
