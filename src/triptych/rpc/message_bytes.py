@@ -1,4 +1,4 @@
-"""Bytes of the messages that clients send, from before they are here until somebody else counts what is kept of them.
+"""Bytes of the messages of Generate, from before they are here until somebody else counts what is kept of them.
 
     turn      the call may send: its message counts as the largest there can be, since nobody knows its size yet
     arrive    it counts as what it is, while it waits to be read and its request is looked at
@@ -7,7 +7,7 @@
     what is here leaves no room for one more     who comes is refused, and so is who waits
     what may still arrive leaves none            who comes waits, in order
 
-A call that waits holds no more than HTTP/2 lets a client send unasked, 64 KiB. So whatever clients do, there is no more
+A call that waits holds no more than HTTP/2 lets a client send unasked, 64 KiB. So whatever they do, there is no more
 than the limit, or one message where that is larger; and a message that is the only one is never refused.
 """
 
